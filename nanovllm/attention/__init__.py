@@ -1,0 +1,1 @@
+"""Attention behind one contract: the caller names a backend, models see only the contract."""

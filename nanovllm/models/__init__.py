@@ -1,0 +1,1 @@
+"""One architecture a file, built and filled through `registry` and `weights`."""
