@@ -1,0 +1,1 @@
+"""Triton kernels; importable without Triton, each function names its plain-torch equal."""

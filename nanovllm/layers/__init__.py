@@ -1,0 +1,1 @@
+"""The building blocks that every architecture is put together from."""

@@ -1,0 +1,26 @@
+"""The gated feed-forward block of text and vision layers."""
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.layers.linear import Linear, MergedLinear
+
+
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, element by element; all `[..., intermediate_size]`."""
+    return F.silu(gate) * up
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))` for x `[tokens, hidden_size]`, gate and up being one matrix product."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedLinear(hidden_size, parts, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj.forward_parts(x)
+        return self.down_proj(silu_and_mul(gate, up))
