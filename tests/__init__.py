@@ -1,0 +1,1 @@
+"""The tests of nanovllm: a mirror of the package, on tiny checkpoints that they make themselves."""
