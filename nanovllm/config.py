@@ -108,7 +108,8 @@ def resolve_model_path(model: str, with_weights: bool = True) -> str:
     if not HUB_ID.fullmatch(name):
         raise FileNotFoundError(f"{name} is not a folder: give the folder of a model or a hub id such as "
                                 "'Qwen/Qwen3-0.6B'")
-    from huggingface_hub import snapshot_download       # here, since a local folder needs no hub
+    # Imported here, since a local folder needs no hub.
+    from huggingface_hub import snapshot_download
 
     patterns = CONFIG_FILES + ["*.safetensors"] * with_weights
     try:

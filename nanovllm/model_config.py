@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions: angles `position / theta ** (2i / head_dim)`, changed by the yarn rules where `type` says so."""
+    """Rotary positions: angles `position / theta ** (2i / head_dim)`, changed by yarn's rules where `type` says so."""
 
     type: str                                           # "default" or "yarn"
     theta: float

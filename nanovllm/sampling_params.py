@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from nanovllm.checks import check_bool, check_int, check_number
@@ -26,7 +27,7 @@ def parse_recompute_ratio(value: Any, num_layers: int | None = None) -> float | 
     if num_layers is not None and len(ratios) != num_layers:
         raise ValueError(f"recompute_ratio has {len(ratios)} numbers: give one number, or one for each of the model's "
                          f"{num_layers} decoder layers")
-    if any(deeper > upper for upper, deeper in zip(ratios, ratios[1:])):
+    if any(deeper > upper for upper, deeper in pairwise(ratios)):
         raise ValueError(f"recompute_ratio={list(ratios)}: give numbers that do not increase with depth")
     return ratios[0] if num_layers is not None and len(set(ratios)) == 1 else ratios
 
