@@ -1,0 +1,1 @@
+"""Who runs, on which blocks, and the one place where policy meets the device."""

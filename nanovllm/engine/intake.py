@@ -1,0 +1,73 @@
+"""Turns what a caller passes (prompt, images, parameters) into a checked `Sequence`."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.image.inputs import check_token_ids, expand_placeholders, identify, parse_mm_inputs
+from nanovllm.image.positions import mrope_positions
+from nanovllm.model_config import ModelConfig
+from nanovllm.sampling_params import SamplingParams
+
+
+def build_sequence(prompt: Any, params: SamplingParams, mm_inputs: Mapping[str, Any] | None,
+                   model_config: ModelConfig, tokenize: Callable[[str], list[int]]) -> Sequence:
+    """A sequence whose images are placed but not yet identified.
+
+    Raises ValueError, naming the value and the remedy, for whatever of the prompt or its images is wrong.
+    """
+    if isinstance(prompt, str):
+        token_ids = expand_placeholders(tokenize(prompt), mm_inputs, model_config)
+    else:
+        token_ids = prompt
+    token_ids = check_token_ids(token_ids, model_config.text.vocab_size)
+    images = parse_mm_inputs(token_ids, mm_inputs, model_config)
+    if not images:
+        return Sequence(token_ids, params)
+    assert model_config.vision is not None
+    positions, delta = mrope_positions(len(token_ids), images, model_config.vision.spatial_merge_size)
+    return Sequence(token_ids, params, images=images, positions=positions, position_delta=delta)
+
+
+def identify_images(seq: Sequence) -> float:
+    """Hashes the sequence's images; returns the seconds that took."""
+    if not seq.images:
+        return 0.0
+    start = perf_counter()
+    identify(seq.images, seq.sampling_params.cache_salt)
+    seq.image_hashes = [image.key for image in seq.images]
+    return perf_counter() - start
+
+
+def split_prompts(prompts: Any, params: Any, mm_inputs: Any) -> list[tuple[Any, SamplingParams, Any]]:
+    """One (prompt, parameters, images) for each prompt of a `generate` call.
+
+    One string or one flat list of ids is one prompt; parameters may be one for all. Raises ValueError if the numbers
+    of prompts, parameters and image inputs differ, TypeError for parameters of another type.
+    """
+    if isinstance(prompts, str) or _is_flat(prompts):
+        prompts = [prompts]
+        mm_inputs = [mm_inputs] if isinstance(mm_inputs, Mapping) else mm_inputs
+    prompts = list(prompts)
+    params = SamplingParams() if params is None else params
+    params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if isinstance(mm_inputs, Mapping):
+        raise ValueError(f"mm_inputs is one dict for {len(prompts)} prompts: give a list with one dict or None for each")
+    mm_inputs = [None] * len(prompts) if mm_inputs is None else list(mm_inputs)
+    for name, values in (("sampling_params", params), ("mm_inputs", mm_inputs)):
+        if len(values) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(values)} {name}: give one for each prompt")
+    wrong = next((p for p in params if not isinstance(p, SamplingParams)), None)
+    if wrong is not None:
+        raise TypeError(f"sampling_params must be SamplingParams, not {type(wrong).__name__}: {wrong!r:.80}")
+    return list(zip(prompts, params, mm_inputs))
+
+
+def _is_flat(prompts: Any) -> bool:
+    """Whether `prompts` is one prompt's token ids: an array or tensor of one dimension, or a list that begins with a
+    number."""
+    if hasattr(prompts, "ndim"):
+        return int(prompts.ndim) == 1
+    return bool(prompts) and not isinstance(prompts[0], (str, list, tuple)) and not hasattr(prompts[0], "__len__")

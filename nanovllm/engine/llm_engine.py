@@ -1,0 +1,209 @@
+"""Requests in, steps through scheduler and runner, finished outputs out."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from nanovllm.config import Config
+from nanovllm.engine.intake import build_sequence, identify_images
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.planner import Planner
+from nanovllm.engine.scheduled import ScheduledStep
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stop_strings import StopStrings
+from nanovllm.outputs import RequestOutput
+from nanovllm.plan import StepResult
+from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Request:
+    """What the engine keeps of a request beside its sequence."""
+
+    seq: Sequence
+    arrival: float                     # perf_counter() of the call that brought it
+    hash_time: float = 0.0
+    vit_time: float = 0.0
+    ttft: float = 0.0
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    stops: StopStrings | None = None
+
+
+class LLMEngine:
+    """One model on one device.
+
+    Not for several threads at once. After an error in a step the engine goes on: the step's requests are as before it.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = Config(model, **options)
+        model_config = self.config.model_config
+        self.tokenizer = AutoTokenizer.from_pretrained(model_config.path)
+        known = np.zeros(model_config.text.vocab_size, bool)
+        ids = np.fromiter(self.tokenizer.get_vocab().values(), np.int64)
+        known[ids[ids < len(known)]] = True
+        self.runner = ModelRunner(self.config, known_vocab=known)
+        self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks, self.runner.encoder_cache)
+        self.planner = Planner(self.scheduler.rows, self.config.kvcache_block_size,
+                               num_axes=1 if model_config.text.rope.mrope_section is None else 3)
+        self.requests: dict[int, Request] = {}
+        self.unclaimed: list[RequestOutput] = []      # ended while `generate` was waiting for others
+        self.last_step_tokens = (0, 0)                # (prompt, generated) tokens of the last step
+        self._close = weakref.finalize(self, self.runner.close)
+
+    # ------------------------------------------------------------ requests
+
+    def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None,
+                    mm_inputs: Mapping[str, Any] | None = None) -> int:
+        """Queues one prompt (a string or token ids) and returns its seq_id; see `LLM.generate` for the arguments.
+
+        Raises ValueError for bad input, and then nothing is queued.
+        """
+        request = self.build_request(prompt, sampling_params or SamplingParams(), mm_inputs, perf_counter())
+        self.queue(request)
+        return request.seq.seq_id
+
+    def build_request(self, prompt: Any, params: SamplingParams, mm_inputs: Mapping[str, Any] | None,
+                      arrival: float) -> Request:
+        """A checked request that is not queued yet."""
+        if not self._close.alive:
+            raise RuntimeError("this engine was closed by exit(): make a new LLM")
+        self._check_params(params)
+        seq = build_sequence(prompt, params, mm_inputs, self.config.model_config, self._tokenize)
+        self.scheduler.check(seq)
+        stops = StopStrings(params.stop, self._decode) if params.stop else None
+        return Request(seq, arrival, hash_time=identify_images(seq), stops=stops)
+
+    def queue(self, request: Request) -> None:
+        self.scheduler.add(request.seq)
+        self.requests[request.seq.seq_id] = request
+
+    def abort(self, seq_id: int) -> bool:
+        """Ends a request; its output, with finish_reason "abort", comes from the next `step`. False if it is not
+        there."""
+        return self.scheduler.abort(seq_id)
+
+    def is_finished(self) -> bool:
+        """Whether no request is waiting, running, or finished but not yet handed out by `step`."""
+        return not self.requests and not self.unclaimed
+
+    # ------------------------------------------------------------ steps
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step and returns the outputs of the requests that ended, aborted ones too."""
+        seqs, _ = self.scheduler.schedule()
+        if seqs:
+            self._run(seqs)
+        outputs, self.unclaimed = self.unclaimed, []
+        outputs += [self._output(seq) for seq in self.scheduler.take_finished()]
+        assert seqs or outputs or self.scheduler.is_finished(), "requests wait, and none of them can run"
+        return outputs
+
+    def _run(self, seqs: list[Sequence]) -> None:
+        step = self.scheduler.in_flight[-1]
+        try:
+            result = self.runner.execute(self.planner.plan(step))
+        except BaseException:
+            self.scheduler.abandon_step()
+            raise
+        ids = self._take_result(step, result)
+        num_prompt = sum(max(0, min(b, e.seq.num_prompt_tokens) - a) for e in step.entries for a, b in e.spans)
+        self.last_step_tokens = num_prompt, int(np.count_nonzero([e.samples for e in step.entries]))
+        self.scheduler.postprocess(seqs, ids)
+        self._check_stop_strings(step)
+
+    def _take_result(self, step: ScheduledStep, result: StepResult) -> list[int]:
+        """One id per sequence of the step, 0 where it sampled none; ends the requests whose logits were not finite."""
+        now, ids, row = perf_counter(), [0] * len(step.entries), 0
+        for seq_id, seconds in result.encode_seconds.items():
+            self.requests[seq_id].vit_time += seconds
+        for i, entry in enumerate(step.entries):
+            if not entry.samples:
+                continue
+            request = self.requests[entry.seq.seq_id]
+            request.ttft = request.ttft or now - request.arrival
+            ids[i] = int(result.token_ids[row])
+            if not result.finite[row]:
+                self.scheduler.fail(entry.seq, "the model's logits are not finite (NaN or infinite): use "
+                                               "dtype=\"bfloat16\" or \"float32\", or check the weights")
+            elif result.logprobs is not None and (logprobs := result.logprobs[row]) is not None:
+                request.logprobs.append(logprobs)
+            row += 1
+        return ids
+
+    def _check_stop_strings(self, step: ScheduledStep) -> None:
+        for entry in step.entries:
+            request = self.requests[entry.seq.seq_id]
+            if request.stops is None or not entry.samples or entry.seq.error:
+                continue
+            seq = entry.seq
+            if seq.num_completion_tokens > seq.sampling_params.min_tokens and \
+                    request.stops.found(seq.completion_token_ids):
+                if seq.is_finished:
+                    seq.finish_reason = "stop"
+                else:
+                    self.scheduler.finish(seq, "stop")
+
+    def _output(self, seq: Sequence) -> RequestOutput:
+        request = self.requests.pop(seq.seq_id)
+        token_ids = seq.completion_token_ids
+        stopped_by_id = seq.finish_reason == "stop" and token_ids[-1] in seq.stop_ids
+        text = self._decode(token_ids[:-1] if stopped_by_id else token_ids)
+        cut = request.stops.cut(text) if request.stops else None
+        usage = seq.usage
+        output = RequestOutput(
+            seq_id=seq.seq_id, text=text if cut is None else cut, token_ids=token_ids,
+            finish_reason=seq.finish_reason or "", ttft=request.ttft, hash_time=request.hash_time,
+            vit_time=request.vit_time, num_prompt_tokens=seq.num_prompt_tokens,
+            num_cached_tokens=usage.cached if usage else 0, num_reused_tokens=usage.reused if usage else 0,
+            num_recomputed_image_tokens=usage.recomputed if usage else 0)
+        if seq.sampling_params.logprobs is not None:
+            output["logprobs"] = request.logprobs
+        if seq.error is not None:
+            output["error"] = seq.error
+        return output
+
+    # ------------------------------------------------------------ upkeep
+
+    def reset_caches(self) -> None:
+        """Forgets all cached prefixes, image KV and encoder rows; running requests keep what they hold."""
+        self.scheduler.block_manager.reset()
+        self.scheduler.encoder_cache.clear()
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the engine was made (requests, tokens computed, cached and reused, hits, misses, evictions)
+        and what the caches hold now."""
+        manager, encoder = self.scheduler.block_manager, self.scheduler.encoder_cache
+        return asdict(self.scheduler.stats) | dict(
+            image_kv_evictions=manager.image_kv.num_evicted, image_kv_entries=manager.image_kv.num_entries,
+            encoder_hits=encoder.num_hits, encoder_misses=encoder.num_misses, num_blocks=manager.num_blocks,
+            blocks_in_use=sum(block.readers > 0 for block in manager.pool.blocks),
+            blocks_cached=len(manager.pool.lru))
+
+    def exit(self) -> None:
+        """Gives the device memory back; the engine takes no more requests. Calling it again does nothing."""
+        self._close()
+
+    # ------------------------------------------------------------ text
+
+    def _tokenize(self, text: str) -> list[int]:
+        return list(self.tokenizer(text)["input_ids"])
+
+    def _decode(self, token_ids: Any) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab, layers = self.config.model_config.text.vocab_size, self.config.model_config.text.num_layers
+        if isinstance(params.recompute_ratio, tuple) and len(params.recompute_ratio) != layers:
+            raise ValueError(f"recompute_ratio has {len(params.recompute_ratio)} numbers: give one number, or one for "
+                             f"each of the model's {layers} decoder layers")
+        outside = [i for i in params.stop_token_ids or () if not 0 <= i < vocab]
+        if outside:
+            raise ValueError(f"stop_token_ids {outside} are outside the vocabulary: 0 <= id < {vocab}")

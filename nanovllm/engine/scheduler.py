@@ -1,0 +1,257 @@
+"""Decides what each step computes: which spans of which sequences, within the token budget and the blocks there are."""
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+
+from nanovllm.config import Config
+from nanovllm.engine.batch_rows import BatchRows
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.encoder_cache_table import EncoderCacheTable
+from nanovllm.engine.image_planner import ImagePlanner
+from nanovllm.engine.scheduled import ScheduledSeq, ScheduledStep, take_rows
+from nanovllm.engine.sequence import Range, Sequence, SequenceStatus
+from nanovllm.metrics import EngineStats
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Continuous batching over spans.
+
+    Running sequences come first, oldest first and decodes before prompts, then waiting ones in order of arrival. A
+    sequence that finds no block for its next token preempts the youngest; the oldest therefore always advances.
+    `schedule` and `postprocess` alternate; what a step computed counts only once `postprocess` has seen it.
+    """
+
+    def __init__(self, config: Config, num_blocks: int | None = None,
+                 encoder_cache: EncoderCacheTable | None = None, block_size: int | None = None) -> None:
+        assert config.max_model_len is not None
+        self.max_num_seqs = config.max_num_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_model_len = config.max_model_len
+        self.image_token_id = config.model_config.image_token_id
+        self.eos_token_ids = frozenset(config.model_config.eos_token_ids)
+        block_size = block_size or config.kvcache_block_size
+        longest = -(-self.max_model_len // block_size)
+        if num_blocks is None:        # a scheduler on its own, with no device to ask: as if memory were no limit
+            num_blocks = longest * self.max_num_seqs if config.num_kvcache_blocks < 0 else config.num_kvcache_blocks
+        self.block_manager = BlockManager(
+            num_blocks, block_size, config.recompute_ratio, enable_prefix_caching=config.enable_prefix_caching,
+            image_kv_variants=config.image_kv_variants, reuse_any_ordinal=config.reuse_any_ordinal)
+        self.encoder_cache = encoder_cache if encoder_cache is not None else EncoderCacheTable(0, block_size)
+        self.images = ImagePlanner(self.encoder_cache)
+        self.rows = BatchRows(self.max_num_seqs, longest + 1, config.seed)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []                # oldest first
+        self.finished: list[Sequence] = []               # since `take_finished` was last called
+        self.in_flight: deque[ScheduledStep] = deque()
+        self.stats = EngineStats()
+
+    # ------------------------------------------------------------ requests
+
+    def check(self, seq: Sequence) -> None:
+        """Raises ValueError for a request that could never run, naming what it needs and what there is."""
+        n, room = seq.num_prompt_tokens, self.max_model_len - seq.num_prompt_tokens
+        if n == 0:
+            raise ValueError("the prompt has no tokens: give at least one")
+        if room < 1:
+            raise ValueError(f"the prompt has {n} tokens but max_model_len is {self.max_model_len}, which leaves none "
+                             f"to generate: shorten it to {self.max_model_len - 1} or raise max_model_len")
+        max_tokens = room if seq.max_tokens is None else min(seq.max_tokens, room)
+        needed = self.block_manager.num_blocks_for(n + max_tokens - 1)        # the last token's KV is never written
+        if needed > self.block_manager.num_blocks:
+            raise ValueError(f"the request needs {needed} KV blocks ({n} prompt + {max_tokens} new tokens) but the "
+                             f"pool has {self.block_manager.num_blocks}: shorten it, lower max_tokens or give the "
+                             f"pool more memory")
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a request; raises ValueError if it could never run."""
+        self.check(seq)
+        room = self.max_model_len - seq.num_prompt_tokens
+        seq.max_tokens = room if seq.max_tokens is None else min(seq.max_tokens, room)
+        params = seq.sampling_params
+        seq.seed = self.rows.draw_seed() if params.seed is None else params.seed
+        seq.stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        self.waiting.append(seq)
+
+    def abort(self, seq_id: int) -> bool:
+        """Ends a request with reason "abort"; False if there is none of that id."""
+        seq = next((s for s in (*self.running, *self.waiting) if s.seq_id == seq_id), None)
+        if seq is not None:
+            self.finish(seq, "abort")
+        return seq is not None
+
+    def finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
+        """Takes a waiting or running sequence out, with all that it holds."""
+        if seq.status is SequenceStatus.RUNNING:
+            self._stop_running(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.status, seq.finish_reason, seq.error = SequenceStatus.FINISHED, reason, error
+        self.finished.append(seq)
+
+    def fail(self, seq: Sequence, error: str) -> None:
+        """Ends a sequence whose numbers went wrong; nothing it computed is kept for others."""
+        self.block_manager.forget(seq.block_table)
+        self.finish(seq, "error", error)
+
+    def take_finished(self) -> list[Sequence]:
+        finished, self.finished = self.finished, []
+        return finished
+
+    def is_finished(self) -> bool:
+        return not self.waiting and not self.running
+
+    # ------------------------------------------------------------ one step
+
+    def schedule(self) -> tuple[list[Sequence], bool]:
+        """The sequences with a span in the next step, and whether any of the spans computes prompt tokens.
+
+        The list is empty only if nothing can run; then no step is in flight and `postprocess` is not called.
+        """
+        step = ScheduledStep()
+        if not self._schedule_running(step):
+            self._schedule_waiting(step)
+        if step.entries:
+            self.in_flight.append(step)
+        return step.seqs, step.is_prefill
+
+    def _schedule_running(self, step: ScheduledStep) -> bool:
+        """Spans of running sequences; True if one had to be preempted."""
+        preempted = False
+        decodes = [seq for seq in self.running if len(seq) - seq.num_planned == 1]
+        prefills = [seq for seq in self.running if len(seq) - seq.num_planned > 1]
+        for seq in decodes + prefills:
+            if step.num_tokens == self.max_num_batched_tokens:
+                break
+            while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq, len(seq)):
+                self._preempt(self.running[-1])
+                preempted = True
+            if seq.status is SequenceStatus.RUNNING:
+                self.block_manager.append(seq, len(seq))
+                self._add_spans(step, seq)
+        return preempted
+
+    def _schedule_waiting(self, step: ScheduledStep) -> None:
+        held: list[Sequence] = []
+        while self.waiting and step.num_tokens < self.max_num_batched_tokens and self.rows.free:
+            seq = self.waiting[0]
+            if self._waits_for_image(seq):
+                held.append(self.waiting.popleft())
+                continue
+            if not self.block_manager.can_allocate(seq):
+                break
+            self.waiting.popleft()
+            self._admit(seq)
+            self._add_spans(step, seq)
+        self.waiting.extendleft(reversed(held))
+
+    def _admit(self, seq: Sequence) -> None:
+        self.block_manager.allocate(seq)
+        if self.image_token_id is not None:
+            self.block_manager.try_partial_recompute(seq, self.image_token_id)
+        seq.status = SequenceStatus.RUNNING
+        insort(self.running, seq, key=lambda s: s.seq_id)
+        self.rows.take(seq)
+        if seq.usage is None:
+            seq.usage = self.block_manager.usage_of(seq)
+            self.stats.count_admission(seq.usage)
+
+    def _waits_for_image(self, seq: Sequence) -> bool:
+        """Whether a running sequence is computing, in full, an image that this one could then reuse."""
+        manager = self.block_manager
+        if not seq.images or manager.ratios_of(seq) is None:
+            return False
+        coming = {(image.kv_key, index) for other in self.running for index, image in enumerate(other.images)
+                  if image.stop > other.num_computed and not (other.reuse and index in other.reuse.images)}
+        return any((image.kv_key, index) in coming and manager.find_reusable(seq, index) is None
+                   for index, image in enumerate(seq.images))
+
+    def _add_spans(self, step: ScheduledStep, seq: Sequence) -> None:
+        """Plans the next spans of a sequence: as many uncomputed rows as the step has room for."""
+        start = seq.num_planned
+        spans, end = take_rows(start, len(seq), seq.reuse.skips(0) if seq.reuse else [],
+                               self.max_num_batched_tokens - step.num_tokens)
+        if seq.reuse and not seq.reuse.copies_planned:
+            step.copies += seq.reuse.copies
+            seq.reuse.copies_planned = True
+        self.images.plan(step, seq, spans)
+        step.entries.append(ScheduledSeq(seq, spans, end, samples=end == len(seq),
+                                         resets_row=start == seq.num_cached_tokens))
+        step.num_tokens += sum(b - a for a, b in spans)
+        step.is_prefill |= start < seq.num_prompt_tokens
+        seq.num_planned = end
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the head of the queue without KV; it will be recomputed, prompt and generated tokens alike."""
+        self._stop_running(seq)
+        seq.status = SequenceStatus.WAITING
+        self.waiting.appendleft(seq)
+        self.stats.preemptions += 1
+
+    def _stop_running(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.rows.give(seq)
+        self.block_manager.deallocate(seq)
+
+    # ------------------------------------------------------------ results
+
+    def postprocess(self, seqs: list[Sequence], token_ids: SequenceOf[int]) -> None:
+        """Takes in the oldest step's result: one id per sequence, ignored where its last known token was not computed."""
+        step = self.in_flight.popleft()
+        assert step.seqs == seqs
+        self.images.commit(step)
+        for entry, token_id in zip(step.entries, token_ids):
+            seq = entry.seq
+            if seq.status is not SequenceStatus.RUNNING:
+                continue
+            self.stats.computed_tokens += sum(b - a for a, b in entry.spans)
+            seq.num_computed = entry.end
+            self.block_manager.release_sources(seq)
+            self.block_manager.publish(seq)
+            self._store_images(seq)
+            if entry.samples:
+                seq.append_token(int(token_id))
+                self._finish_if_done(seq)
+
+    def abandon_step(self) -> None:
+        """Undoes the planning of the steps in flight after one of them failed; their sequences can run again."""
+        for step in self.in_flight:
+            self.images.abandon(step)
+            for seq in step.seqs:
+                seq.num_planned = seq.num_computed
+                if seq.reuse is not None and seq.reuse.pinned:
+                    seq.reuse.copies_planned = False
+        self.in_flight.clear()
+
+    def _store_images(self, seq: Sequence) -> None:
+        """Offers every image whose rows are now all there, and all computed in full, to the image-KV table."""
+        if len(seq.stored_images) == len(seq.images):
+            return
+        for index, image in enumerate(seq.images):
+            if index in seq.stored_images or image.stop > seq.num_computed:
+                continue
+            reused = seq.reuse is not None and index in seq.reuse.images
+            if reused or (seq.approximate and _overlap(seq.approximate, (image.start, image.stop))):
+                seq.stored_images.add(index)
+            else:
+                self.block_manager.store_image_kv(seq, [index])
+
+    def _finish_if_done(self, seq: Sequence) -> None:
+        if seq.token_ids[-1] in seq.stop_ids and seq.num_completion_tokens > seq.sampling_params.min_tokens:
+            self.finish(seq, "stop")
+        elif seq.num_completion_tokens == seq.max_tokens:
+            self.finish(seq, "length")
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if blocks and sequences disagree; holds between any two steps."""
+        self.block_manager.check_integrity(self.running)
+        assert all(seq.num_computed <= seq.num_planned <= len(seq) for seq in self.running)
+        assert len(self.rows.free) + len(self.running) == self.max_num_seqs
+
+
+def _overlap(one: Range, other: Range) -> bool:
+    return one[0] < other[1] and other[0] < one[1]

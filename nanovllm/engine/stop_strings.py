@@ -1,0 +1,33 @@
+"""Finds a request's stop strings in its text as tokens arrive, also across token borders."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+
+WINDOW = 64      # characters that are looked at again beside the length of the longest stop string
+
+
+class StopStrings:
+    """Looks at the decoded tail only, so that a long text costs no more per token than a short one."""
+
+    def __init__(self, stops: Sequence[str], decode: Decode) -> None:
+        self.stops = stops
+        self.decode = decode
+        self.longest = max(map(len, stops))
+        self.start = 0          # tokens before it can no longer be part of a stop string
+
+    def found(self, token_ids: Sequence[int]) -> bool:
+        """Whether the text of all generated ids holds a stop string, given that one token fewer did not."""
+        tail = self.decode(token_ids[self.start:])
+        if any(stop in tail for stop in self.stops) and self.cut(self.decode(token_ids)) is not None:
+            return True
+        half = (self.start + len(token_ids)) // 2
+        if len(tail) > 2 * (self.longest + WINDOW) and len(self.decode(token_ids[half:])) > self.longest + WINDOW:
+            self.start = half
+        return False
+
+    def cut(self, text: str) -> str | None:
+        """The text before the first stop string in it; None if there is none."""
+        places = [place for place in map(text.find, self.stops) if place >= 0]
+        return text[:min(places)] if places else None
