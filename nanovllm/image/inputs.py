@@ -112,7 +112,7 @@ def identify(items: Sequence[ImageItem], cache_salt: str | None = None) -> None:
     """Sets `key`, `kv_key` and `fingerprint` of every item: hashes the pixels of those the caller did not name."""
     for item in items:
         if item.caller_hash is None:
-            item.key = ("content", cache_salt, content_hash(item.pixels, item.grid))
+            item.key = ("content", cache_salt, content_hash(item.pixels, item.grid), item.grid)
         else:
             item.key = ("caller", cache_salt, item.caller_hash, item.grid)
             item.fingerprint = None if item.pixels is None else fingerprint(item.pixels, item.grid)

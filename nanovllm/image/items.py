@@ -12,7 +12,7 @@ Grid = tuple[int, int, int]    # (t, h, w) in patches
 class ImageItem:
     """An image or video and the placeholder range it fills; `inputs.identify` sets the keys, `None` until then."""
 
-    key: Hashable              # of its encoder rows: ("content", salt, digest) or ("caller", salt, int, grid)
+    key: Hashable              # of its encoder rows: ("content", salt, digest, grid) or ("caller", salt, int, grid)
     kv_key: Hashable           # of its KV rows: key; for a video (key, time_interval), since time bends its positions
     start: int                 # its placeholders are [start, stop) of the prompt's ids
     stop: int

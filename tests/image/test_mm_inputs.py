@@ -287,10 +287,10 @@ def test_content_keys():
     mm_inputs = images(SMALL, SMALL)
     mm_inputs["pixel_values"][16:] = mm_inputs["pixel_values"][:16]
     first, second = identified(prompt(SMALL, SMALL), mm_inputs)
-    assert first.key == second.key == ("content", None, content_hash(mm_inputs["pixel_values"][:16], SMALL))
+    assert first.key == second.key == ("content", None, content_hash(mm_inputs["pixel_values"][:16], SMALL), SMALL)
     assert first.kv_key == first.key and first.fingerprint is None
     salted, _ = identified(prompt(SMALL, SMALL), mm_inputs, "tenant")
-    assert salted.key == ("content", "tenant", first.key[2])
+    assert salted.key == ("content", "tenant", *first.key[2:])
     other, = identified(prompt((1, 2, 8)), {"pixel_values": mm_inputs["pixel_values"][:16], "image_grid_thw": [(1, 2, 8)]})
     assert other.key != first.key              # the same rows under another grid
 
