@@ -44,3 +44,7 @@ class EncoderCacheManager(EncoderCacheTable):
         """Rows [first, stop) of the image in these blocks, copied: [stop - first, hidden_size]."""
         slots = block_slots(block_ids, first, stop, self.block_size)
         return self.rows.index_select(0, to_device(slots, self.rows.device))
+
+    def release_rows(self) -> None:
+        """Gives the pool's memory back; nothing can be written or read any more."""
+        self.rows = self.rows.new_empty(0)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 
@@ -24,8 +24,8 @@ class EncoderCacheEntry:
 class EncoderCacheTable:
     """Blocks of encoder rows by image key, evicted in LRU order when room is needed; numbers only, no rows.
 
-    An entry is a hit from the moment its rows are written. Until then it is a miss, and its blocks stay its own: whoever
-    allocated it writes it (`mark_written`) or gives it back (`free`).
+    An entry is a hit from the moment its rows are written. Until then it is a miss, and its blocks stay its own:
+    whoever allocated it writes it (`mark_written`) or gives it back (`free`).
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -96,7 +96,7 @@ class EncoderCacheTable:
         entry.pins -= 1
 
     def free(self, key: Hashable) -> None:
-        """Gives the blocks of `key` back, written or not; one without blocks is left alone, a pinned one is an error."""
+        """Gives the blocks of `key` back, written or not; it must not be pinned, and need not be there."""
         if key in self.entries:
             assert self.entries[key].pins == 0, f"{key} is pinned"
             self._drop(key)

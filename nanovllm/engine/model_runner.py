@@ -1,0 +1,187 @@
+"""One rank of an engine: loads the model, sizes its caches, and carries out one StepPlan after the other."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.config import Config
+from nanovllm.engine.encoder_cache_manager import EncoderCacheManager
+from nanovllm.layers.sampler import Sampler, SamplerOutput, logprob_dicts
+from nanovllm.models.registry import build_model
+from nanovllm.models.weights import init_dummy_weights, load_weights
+from nanovllm.plan import StepPlan, StepResult
+from nanovllm.runner.image_encoder import EncodedImages, EncodesImages, encode_images
+from nanovllm.runner.inputs import layer_stages, sampling_inputs, to_device
+from nanovllm.runner.kv_cache import (
+    GIB,
+    CacheSizes,
+    allocate_kv_cache,
+    kv_block_bytes,
+    move_kv,
+    sizes_of_budget,
+    sizes_of_kv_bytes,
+)
+from nanovllm.runner.warm_up import (
+    cache_budget,
+    largest_picture,
+    largest_step,
+    max_patches_a_call,
+    num_warm_up_blocks,
+)
+
+DUMMY_SEED = 0
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """A step that the device is working on; what it will answer, in host memory once `done`."""
+
+    sampled: SamplerOutput | None           # None: the step has no logits
+    encoded: EncodedImages
+    done: torch.cuda.Event | None           # None on the CPU, where a launched step is a finished one
+
+
+class ModelRunner:
+    """Model, caches and sampler on one device.
+
+    Args:
+        config: the engine's options.
+        known_vocab: bool [vocab_size], the ids that may be sampled; None: all.
+
+    Raises ValueError with the numbers if the memory that the options leave holds no KV block, and what
+    `models.weights.load_weights` raises.
+    """
+
+    def __init__(self, config: Config, known_vocab: NDArray[np.bool_] | None = None) -> None:
+        self.config = config
+        self.device = pick_device(config.device)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        allocated_before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        self.model = build_model(config.model_config, TorchBackend(), self.dtype, self.device)
+        if config.load_format == "dummy":
+            init_dummy_weights(self.model, DUMMY_SEED)
+        else:
+            load_weights(self.model, config.model)
+        text = config.model_config.text
+        self.sampler = Sampler(text.vocab_size, config.max_num_seqs, known_vocab, self.device)
+        self.max_patches_a_call = max_patches_a_call(config)
+        sizes = self._size_caches(allocated_before)
+        self.num_kvcache_blocks, self.encoder_num_blocks = sizes.num_kvcache_blocks, sizes.encoder_num_blocks
+        block_size = config.kvcache_block_size
+        self.kv_cache = allocate_kv_cache(text, self.num_kvcache_blocks, block_size, self.dtype, self.device)
+        self.encoder_cache = EncoderCacheManager(self.encoder_num_blocks, block_size, text.hidden_size, self.dtype,
+                                                 self.device)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carries out one step and waits for its result."""
+        return self.collect(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepInFlight:
+        """Queues the work of one step on the device; on a GPU it is still to be done when this returns."""
+        sampled, encoded = self._compute(plan, self.kv_cache)
+        if self.device.type == "cpu":
+            return StepInFlight(sampled, encoded, None)
+        done = torch.cuda.Event()
+        sampled = None if sampled is None else sampled.to_host()
+        done.record()
+        return StepInFlight(sampled, encoded, done)
+
+    def collect(self, step: StepInFlight) -> StepResult:
+        """Waits until the device has done a launched step, and returns its result."""
+        if step.done is not None:
+            step.done.synchronize()
+        encode_seconds = step.encoded.seconds_by_seq()
+        if step.sampled is None:
+            return StepResult(np.empty(0, np.int64), np.empty(0, np.bool_), None, encode_seconds)
+        token_ids: NDArray[np.int64] = step.sampled.token_ids.numpy()
+        logprobs = step.sampled.logprobs
+        return StepResult(token_ids, step.sampled.finite.numpy(),
+                          None if logprobs is None else logprob_dicts(logprobs, token_ids.tolist()), encode_seconds)
+
+    def close(self) -> None:
+        """Gives the device memory back; the runner carries out no step any more."""
+        self.encoder_cache.release_rows()
+        del self.model, self.kv_cache, self.sampler
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------ parts of a step
+
+    def _compute(self, plan: StepPlan, kv_cache: Tensor) -> tuple[SamplerOutput | None, EncodedImages]:
+        """KV copies, images, the spans through the layers, one id for each of the logits rows."""
+        if plan.copies:
+            move_kv(kv_cache, plan.copies, self.model.model.rotary_emb.inv_freq)
+        encoded, uncached = self._encode(plan)
+        hidden = self.model.embed(to_device(plan.token_ids, self.device))           # [tokens, hidden]
+        for rows in plan.image_rows:
+            image = (uncached[rows.key][rows.first:rows.stop] if rows.block_ids is None
+                     else self.encoder_cache.read(rows.block_ids, rows.stop, rows.first))
+            hidden[rows.target:rows.target + len(image)] = image
+        stages = layer_stages(plan.stages, self.config.kvcache_block_size, self.device)
+        hidden = self.model(hidden, to_device(plan.positions, self.device), kv_cache, stages)
+        return self._sample(plan, hidden) if len(plan.logits_rows) else None, encoded
+
+    def _encode(self, plan: StepPlan) -> tuple[EncodedImages, dict[object, Tensor]]:
+        """Encodes the plan's images: rows with blocks go to the encoder cache, the others are returned by key."""
+        if not plan.encodes:
+            return EncodedImages(), {}
+        model = cast(EncodesImages, self.model)
+        encoded = encode_images(model, plan.encodes, self.max_patches_a_call, self.device)
+        uncached: dict[object, Tensor] = {}
+        for encode, rows in zip(plan.encodes, encoded.rows):
+            if encode.block_ids is None:
+                uncached[encode.key] = rows
+            else:
+                self.encoder_cache.write(encode.block_ids, rows)
+        encoded.rows.clear()        # a step in flight holds no rows that are in the cache
+        return encoded, uncached
+
+    def _sample(self, plan: StepPlan, hidden: Tensor) -> SamplerOutput:
+        logits = self.model.compute_logits(hidden.index_select(0, to_device(plan.logits_rows, self.device)))
+        return self.sampler(logits, sampling_inputs(plan, logits.shape[1], self.device))
+
+    # ------------------------------------------------------------ memory
+
+    def _size_caches(self, allocated_before: int) -> CacheSizes:
+        """The given number of blocks, or what kvcache_memory_gb (CPU) or the card's memory holds."""
+        config = self.config
+        rest = config.model_config, config.kvcache_block_size, self.dtype, config.encoder_cache_ratio
+        if config.num_kvcache_blocks > 0:
+            block_bytes = kv_block_bytes(config.model_config.text, config.kvcache_block_size, self.dtype)
+            return sizes_of_kv_bytes(config.num_kvcache_blocks * block_bytes, *rest)
+        if self.device.type == "cpu":
+            return sizes_of_kv_bytes(int(config.kvcache_memory_gb * GIB), *rest)
+        for _ in range(2):      # the first time compiles kernels, whose memory no later step needs
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._warm_up()
+        return sizes_of_budget(cache_budget(config, self.device, allocated_before), *rest)
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Runs the largest picture and the largest step that the options allow, over a KV cache made for it."""
+        config = self.config
+        if (vision := config.model_config.vision) is not None:
+            t, h, w = largest_picture(config)
+            patches = torch.randn(t * h * w, vision.patch_dim, device=self.device)
+            cast(EncodesImages, self.model).encode_images(patches, [(t, h, w)])
+            del patches
+        kv_cache = allocate_kv_cache(config.model_config.text, num_warm_up_blocks(config),
+                                          config.kvcache_block_size, self.dtype, self.device)
+        self._compute(largest_step(config), kv_cache)
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device "cuda" or "cpu"; None: cuda where there is one. Raises ValueError for cuda where there is none."""
+    if name == "cpu" or (name is None and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError('device="cuda", but torch finds no CUDA device; give device="cpu", or check the driver and '
+                         "CUDA_VISIBLE_DEVICES")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,98 @@
+"""Images of a step through the vision tower, several in one call, and the time that each request's took."""
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanovllm.plan import ImageEncode
+
+
+class EncodesImages(Protocol):
+    """A vision-language model, as far as its tower goes."""
+
+    def encode_images(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
+        """Rows `[merged rows, hidden]` of patches `[patches, patch_dim]` of several grids (t, h, w)."""
+        ...
+
+
+class DeviceTimer:
+    """Seconds from its making to `stop` on the device's own clock; on a GPU neither waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self.times: list[float] = []
+        self._mark(0)
+
+    def stop(self) -> None:
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
+        if self.events is not None:
+            self.events[which].record()
+        else:
+            self.times.append(perf_counter())
+
+    def seconds(self) -> float:
+        """The time between; to be asked once the device has come past `stop`."""
+        if self.events is not None:
+            return self.events[0].elapsed_time(self.events[1]) / 1000
+        return self.times[1] - self.times[0]
+
+
+@dataclass
+class EncodedImages:
+    """Rows of the images of one step, and the timers of the calls that made them."""
+
+    rows: list[Tensor] = field(default_factory=list)      # [rows of the image, hidden] each, in the order asked for
+    calls: list[tuple[DeviceTimer, Counter[int]]] = field(default_factory=list)     # patches by seq_id
+
+    def seconds_by_seq(self) -> dict[int, float]:
+        """Seconds of vision encoding by seq_id; a call that several share is divided by patches."""
+        seconds: dict[int, float] = defaultdict(float)
+        for timer, patches in self.calls:
+            for seq_id, count in patches.items():
+                seconds[seq_id] += timer.seconds() * count / patches.total()
+        return dict(seconds)
+
+
+def encode_images(model: EncodesImages, encodes: Sequence[ImageEncode], max_patches: int,
+                  device: torch.device) -> EncodedImages:
+    """Encodes images and videos, as many in one call as have `max_patches` patches together, or one larger alone."""
+    encoded = EncodedImages()
+    for group in _groups(encodes, max_patches):
+        timer = DeviceTimer(device)
+        patches = [torch.as_tensor(encode.pixels).to(device, non_blocking=True) for encode in group]
+        rows = model.encode_images(patches[0] if len(group) == 1 else torch.cat(patches),
+                                   [encode.grid for encode in group])
+        timer.stop()
+        merged = sum(map(_num_patches, group)) // len(rows)      # patches of one row
+        encoded.rows += rows.split([_num_patches(encode) // merged for encode in group])
+        shares: Counter[int] = Counter()
+        for encode in group:
+            shares[encode.seq_id] += _num_patches(encode)
+        encoded.calls.append((timer, shares))
+    return encoded
+
+
+def _num_patches(encode: ImageEncode) -> int:
+    t, h, w = encode.grid
+    return t * h * w
+
+
+def _groups(encodes: Sequence[ImageEncode], max_patches: int) -> Iterator[list[ImageEncode]]:
+    group: list[ImageEncode] = []
+    total = 0
+    for encode in encodes:
+        if group and total + _num_patches(encode) > max_patches:
+            yield group
+            group, total = [], 0
+        group.append(encode)
+        total += _num_patches(encode)
+    if group:
+        yield group

@@ -1,0 +1,132 @@
+"""A StepPlan's numbers as tensors on the device, in the form that models and the sampler take."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm.attention.contract import SpanBatch
+from nanovllm.layers.sampler import LogprobRows, PenaltyRows, RandomRows, SamplingInputs, SeenResets
+from nanovllm.models.layer_stage import LayerStage
+from nanovllm.plan import IntArray, SamplingBatch, SpanTable, Stage, StepPlan
+
+MAX_DRAWN_VALUES = 1 << 24      # logits that one group of random rows holds at most: bounds the sampler's memory
+
+
+def to_device(array: Any, device: torch.device) -> Tensor:
+    """A copy of an array on the device; to a GPU through pinned memory, so that the host need not wait."""
+    return torch.tensor(array, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+# ---------------------------------------------------------------- spans
+
+def block_slots(block_ids: Sequence[int], start: int, stop: int, block_size: int) -> IntArray:
+    """Slots (block * block_size + offset) of rows [start, stop) of a block table: int64 [stop - start]."""
+    rows = np.arange(start, stop)
+    return np.asarray(block_ids, np.int64)[rows // block_size] * block_size + rows % block_size
+
+
+def span_slots(spans: SpanTable, block_size: int) -> IntArray:
+    """Slots of all query tokens of the spans, in their order: int64 [tokens]."""
+    span = np.repeat(np.arange(len(spans.lengths)), spans.lengths)               # [tokens] span of each token
+    first_token = np.cumsum(spans.lengths) - spans.lengths
+    rows = np.arange(len(span)) + (spans.starts - first_token)[span]             # [tokens] index in the sequence
+    return spans.block_tables[span, rows // block_size].astype(np.int64) * block_size + rows % block_size
+
+
+def span_batch(spans: SpanTable, block_size: int, device: torch.device) -> SpanBatch:
+    """The spans as attention takes them."""
+    k_lens = spans.starts + spans.lengths
+    return SpanBatch(
+        cu_seqlens_q=to_device(np.concatenate(([0], np.cumsum(spans.lengths))).astype(np.int32), device),
+        seqlens_k=to_device(k_lens.astype(np.int32), device),
+        block_tables=to_device(spans.block_tables.astype(np.int32), device),
+        slot_mapping=to_device(span_slots(spans, block_size), device),
+        q_lens=tuple(spans.lengths.tolist()), k_lens=tuple(k_lens.tolist()),
+        max_seqlen_q=int(spans.lengths.max()), max_seqlen_k=int(k_lens.max()))
+
+
+def layer_stages(stages: Sequence[Stage], block_size: int, device: torch.device) -> list[LayerStage]:
+    return [LayerStage(stage.first_layer, None if stage.rows is None else to_device(stage.rows, device),
+                       span_batch(stage.spans, block_size, device)) for stage in stages]
+
+
+# ---------------------------------------------------------------- sampling
+
+def sampling_inputs(plan: StepPlan, vocab_size: int, device: torch.device) -> SamplingInputs:
+    """What the sampler needs to know; a pass that no row of the batch wants is None or empty."""
+    batch = plan.sampling
+    return SamplingInputs(
+        random=tuple(_random_rows(batch, rows, vocab_size, device) for rows in _random_groups(batch, vocab_size)),
+        penalty=_penalty_rows(batch, device),
+        resets=_seen_resets(plan.penalty_resets, device),
+        banned=to_device(np.array([(row, token) for row, ids in batch.banned for token in ids]).T, device)
+        if any(ids for _, ids in batch.banned) else None,
+        logprobs=_logprob_rows(batch, device))
+
+
+def _random_groups(batch: SamplingBatch, vocab_size: int) -> Iterator[IntArray]:
+    """The rows that draw at random, those with equal needs together: no filter, top-k first, top-p alone."""
+    limited = (batch.top_k > 0) & (batch.top_k < vocab_size)
+    random, ranked = batch.top_k != 1, limited | (batch.top_p < 1)
+    size = max(1, MAX_DRAWN_VALUES // vocab_size)
+    for group in (random & ~ranked, random & limited, random & ranked & ~limited):
+        rows = np.flatnonzero(group)
+        yield from (rows[first:first + size] for first in range(0, len(rows), size))
+
+
+def _random_rows(batch: SamplingBatch, rows: IntArray, vocab_size: int, device: torch.device) -> RandomRows:
+    def column(values: NDArray[Any]) -> Tensor:
+        return to_device(values[rows, None], device)        # [n, 1]
+
+    top_k = np.where(batch.top_k > 0, np.minimum(batch.top_k, vocab_size), vocab_size)
+    log_min_p = np.log(batch.min_p, where=batch.min_p > 0, out=np.full(len(batch.min_p), -np.inf))
+    ranked = bool((top_k[rows] < vocab_size).any() or (batch.top_p[rows] < 1).any())
+    return RandomRows(
+        rows=None if len(rows) == len(batch.top_k) else to_device(rows, device),
+        temperature=column(batch.temperature.astype(np.float32)),
+        keys=to_device(stream_keys(batch.seed[rows], batch.token_index[rows]), device),
+        num_ranked=int(top_k[rows].max()) if ranked else 0,
+        top_k=column(top_k) if ranked else None,
+        top_p=column(batch.top_p.astype(np.float32)) if ranked else None,
+        log_min_p=column(log_min_p.astype(np.float32)) if (batch.min_p[rows] > 0).any() else None)
+
+
+def stream_keys(seed: IntArray, token_index: IntArray) -> NDArray[np.int32]:
+    """Two 32-bit keys a row, [2, n, 1], for the noise of token `token_index` of the stream of `seed` (splitmix64)."""
+    def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    stream = mix(seed.astype(np.uint64) + golden)
+    key = mix(stream + golden * (token_index.astype(np.uint64) + np.uint64(1)))
+    halves = np.stack((key & np.uint64(0xFFFFFFFF), key >> np.uint64(32))).astype(np.uint32)
+    return halves.view(np.int32)[:, :, None]
+
+
+def _penalty_rows(batch: SamplingBatch, device: torch.device) -> PenaltyRows | None:
+    rows = np.flatnonzero(batch.repetition_penalty != 1)
+    if not len(rows):
+        return None
+    return PenaltyRows(rows=to_device(rows, device), seq_rows=to_device(batch.seq_rows[rows], device),
+                       penalty=to_device(batch.repetition_penalty[rows, None].astype(np.float32), device))
+
+
+def _logprob_rows(batch: SamplingBatch, device: torch.device) -> LogprobRows | None:
+    counts = tuple((row, n) for row, n in enumerate(batch.num_logprobs) if n is not None)
+    return LogprobRows(to_device([row for row, _ in counts], device), counts) if counts else None
+
+
+def _seen_resets(resets: Sequence[tuple[int, IntArray]], device: torch.device) -> SeenResets | None:
+    if not resets:
+        return None
+    seq_rows = np.array([row for row, _ in resets], np.int64)
+    ids = [np.asarray(ids, np.int64) for _, ids in resets]
+    return SeenResets(seq_rows=to_device(seq_rows, device), token_ids=to_device(np.concatenate(ids), device),
+                      token_rows=to_device(np.repeat(seq_rows, [len(each) for each in ids]), device))
