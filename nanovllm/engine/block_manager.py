@@ -204,11 +204,40 @@ class BlockManager:
             for block_id in entry.held_blocks:
                 self.pool.acquire(block_id)
 
+    def images_to_compute(self, seq: Sequence) -> list[int]:
+        """Indices of the images of which a row would be computed if the sequence were admitted now."""
+        ratios = self.ratios_of(seq)
+        hit_until = len(self._find_prefix(seq)) * self.block_size
+        needed = []
+        for index, image in enumerate(seq.images):
+            entry = self.find_reusable(seq, index) if ratios else None
+            if entry is not None and ratios is not None:
+                rows = image_reuse.rows_of_image(image.start, image.stop, ratios, hit_until, len(seq))
+                computed = rows.num_computed > 0 or image.stop == len(seq)
+            else:
+                computed = image.stop > hit_until
+            if computed:
+                needed.append(index)
+        return needed
+
+    def hold(self, seq: Sequence) -> list[int]:
+        """Pins the prefix hits and image-KV entries that the sequence would use now; the block ids, for `unhold`."""
+        held = [_block_id(node) for node in self._find_prefix(seq)]
+        if self.ratios_of(seq) is not None:
+            for entry in filter(None, (self.find_reusable(seq, i) for i in range(len(seq.images)))):
+                held += entry.held_blocks
+        for block_id in held:
+            self.pool.acquire(block_id)
+        return held
+
+    def unhold(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            self.pool.release(block_id)
+
     def release_sources(self, seq: Sequence) -> None:
         """Unpins the blocks that a sequence's copies read, once they have been read or never will be."""
         if seq.reuse is not None:
-            for block_id in seq.reuse.pinned:
-                self.pool.release(block_id)
+            self.unhold(seq.reuse.pinned)
             seq.reuse.pinned = []
 
     def store_image_kv(self, seq: Sequence, indices: Iterable[int] | None = None) -> None:
@@ -231,14 +260,14 @@ class BlockManager:
     # ------------------------------------------------------------ invariants
 
     def check_integrity(self, seqs: Iterable[Sequence] | None = None) -> None:
-        """Raises AssertionError if blocks, keys, entries and (when given, all) running sequences disagree."""
+        """Raises AssertionError if blocks, keys, entries and (when given, all live) sequences disagree."""
         self.pool.check_integrity()
         self.prefixes.check_integrity()
         self.image_kv.check_integrity()
         if seqs is not None:
             readers = [0] * self.num_blocks
             for seq in seqs:
-                for block_id in seq.block_table + (seq.reuse.pinned if seq.reuse else []):
+                for block_id in seq.block_table + seq.held_blocks + (seq.reuse.pinned if seq.reuse else []):
                     readers[block_id] += 1
             assert readers == [block.readers for block in self.pool.blocks], "a reference leaked or is missing"
 

@@ -49,9 +49,8 @@ class ImagePlanner:
         return block_ids
 
     def _make_room(self, image: ImageItem) -> tuple[int, ...] | None:
-        block_ids = self.encoder_cache.allocate(image.key, image.num_tokens)
-        if block_ids is not None:
-            return tuple(block_ids)
+        if self.encoder_cache.can_allocate(image.num_tokens):
+            return tuple(self.encoder_cache.allocate(image.key, image.num_tokens))
         logger.info("an image of %d tokens finds no room in the encoder cache and is encoded for this step alone; "
                     "raise encoder_cache_ratio to keep it", image.num_tokens)
         return None
@@ -60,7 +59,7 @@ class ImagePlanner:
         """The step succeeded: its encoded rows may be read by others."""
         for encode in step.encodes:
             if encode.block_ids is not None:
-                self.encoder_cache.mark_written(encode.block_ids)
+                self.encoder_cache.mark_written(encode.key)
         self._unpin(step)
 
     def abandon(self, step: ScheduledStep) -> None:

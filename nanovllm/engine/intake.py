@@ -1,12 +1,14 @@
 """Turns what a caller passes (prompt, images, parameters) into a checked `Sequence`."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from time import perf_counter
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.image.inputs import check_token_ids, expand_placeholders, identify, parse_mm_inputs
+from nanovllm.image.items import ImageItem
 from nanovllm.image.positions import mrope_positions
 from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
@@ -31,14 +33,37 @@ def build_sequence(prompt: Any, params: SamplingParams, mm_inputs: Mapping[str, 
     return Sequence(token_ids, params, images=images, positions=positions, position_delta=delta)
 
 
-def identify_images(seq: Sequence) -> float:
-    """Hashes the sequence's images; returns the seconds that took."""
-    if not seq.images:
-        return 0.0
-    start = perf_counter()
-    identify(seq.images, seq.sampling_params.cache_salt)
-    seq.image_hashes = [image.key for image in seq.images]
-    return perf_counter() - start
+class ImageNames:
+    """Which pixels each image name of a caller stands for.
+
+    A name's first pixels, or other ones that come with it later, become part of its key: the same name beside other
+    pixels is another image, and a name without pixels means the ones last seen.
+    """
+
+    def __init__(self, capacity: int = 1 << 16) -> None:
+        self.capacity = capacity
+        self.fingerprints: OrderedDict[Hashable, int] = OrderedDict()
+
+    def identify(self, seq: Sequence) -> float:
+        """Sets the keys of the sequence's images, hashing those without a name; returns the seconds that took."""
+        if not seq.images:
+            return 0.0
+        start = perf_counter()
+        identify(seq.images, seq.sampling_params.cache_salt)
+        for image in seq.images:
+            if image.caller_hash is not None:
+                image.key = image.kv_key = (*image.key, self._fingerprint(image))
+        seq.image_hashes = [image.key for image in seq.images]
+        return perf_counter() - start
+
+    def _fingerprint(self, image: ImageItem) -> int | None:
+        if image.fingerprint is None:
+            return self.fingerprints.get(image.key)
+        self.fingerprints[image.key] = image.fingerprint
+        self.fingerprints.move_to_end(image.key)
+        if len(self.fingerprints) > self.capacity:
+            self.fingerprints.popitem(last=False)
+        return image.fingerprint
 
 
 def split_prompts(prompts: Any, params: Any, mm_inputs: Any) -> list[tuple[Any, SamplingParams, Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from nanovllm.config import Config
-from nanovllm.engine.intake import build_sequence, identify_images
+from nanovllm.engine.intake import ImageNames, build_sequence
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.planner import Planner
 from nanovllm.engine.scheduled import ScheduledStep
@@ -53,6 +53,7 @@ class LLMEngine:
         self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks, self.runner.encoder_cache)
         self.planner = Planner(self.scheduler.rows, self.config.kvcache_block_size,
                                num_axes=1 if model_config.text.rope.mrope_section is None else 3)
+        self.image_names = ImageNames()
         self.requests: dict[int, Request] = {}
         self.unclaimed: list[RequestOutput] = []      # ended while `generate` was waiting for others
         self.last_step_tokens = (0, 0)                # (prompt, generated) tokens of the last step
@@ -78,8 +79,10 @@ class LLMEngine:
         self._check_params(params)
         seq = build_sequence(prompt, params, mm_inputs, self.config.model_config, self._tokenize)
         self.scheduler.check(seq)
+        hash_time = self.image_names.identify(seq)
+        self.scheduler.check_images(seq)
         stops = StopStrings(params.stop, self._decode) if params.stop else None
-        return Request(seq, arrival, hash_time=identify_images(seq), stops=stops)
+        return Request(seq, arrival, hash_time=hash_time, stops=stops)
 
     def queue(self, request: Request) -> None:
         self.scheduler.add(request.seq)

@@ -10,6 +10,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch_rows import BatchRows
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.encoder_cache_table import EncoderCacheTable
+from nanovllm.engine.image_holds import ImageHolds
 from nanovllm.engine.image_planner import ImagePlanner
 from nanovllm.engine.scheduled import ScheduledSeq, ScheduledStep, take_rows
 from nanovllm.engine.sequence import Range, Sequence, SequenceStatus
@@ -43,6 +44,7 @@ class Scheduler:
             image_kv_variants=config.image_kv_variants, reuse_any_ordinal=config.reuse_any_ordinal)
         self.encoder_cache = encoder_cache if encoder_cache is not None else EncoderCacheTable(0, block_size)
         self.images = ImagePlanner(self.encoder_cache)
+        self.holds = ImageHolds(self.block_manager, self.encoder_cache)
         self.rows = BatchRows(self.max_num_seqs, longest + 1, config.seed)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []                # oldest first
@@ -67,14 +69,22 @@ class Scheduler:
                              f"pool has {self.block_manager.num_blocks}: shorten it, lower max_tokens or give the "
                              f"pool more memory")
 
+    def check_images(self, seq: Sequence) -> None:
+        """Raises ValueError naming the first image that came without pixels while what it needs is not cached."""
+        missing = self.holds.missing(seq)
+        if missing is not None:
+            raise ValueError(missing)
+
     def add(self, seq: Sequence) -> None:
         """Queues a request; raises ValueError if it could never run."""
         self.check(seq)
+        self.check_images(seq)
         room = self.max_model_len - seq.num_prompt_tokens
         seq.max_tokens = room if seq.max_tokens is None else min(seq.max_tokens, room)
         params = seq.sampling_params
         seq.seed = self.rows.draw_seed() if params.seed is None else params.seed
         seq.stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        self.holds.take(seq)
         self.waiting.append(seq)
 
     def abort(self, seq_id: int) -> bool:
@@ -90,6 +100,7 @@ class Scheduler:
             self._stop_running(seq)
         else:
             self.waiting.remove(seq)
+        self.holds.give(seq)
         seq.status, seq.finish_reason, seq.error = SequenceStatus.FINISHED, reason, error
         self.finished.append(seq)
 
@@ -128,8 +139,9 @@ class Scheduler:
             if step.num_tokens == self.max_num_batched_tokens:
                 break
             while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq, len(seq)):
-                self._preempt(self.running[-1])
-                preempted = True
+                if not self._drop_youngest_hold():
+                    self._preempt(self.running[-1])
+                    preempted = True
             if seq.status is SequenceStatus.RUNNING:
                 self.block_manager.append(seq, len(seq))
                 self._add_spans(step, seq)
@@ -142,8 +154,13 @@ class Scheduler:
             if self._waits_for_image(seq):
                 held.append(self.waiting.popleft())
                 continue
+            if (missing := self.holds.missing(seq)) is not None:
+                self.finish(seq, "error", missing)
+                continue
             if not self.block_manager.can_allocate(seq):
-                break
+                if self.running or not self._drop_youngest_hold():
+                    break
+                continue
             self.waiting.popleft()
             self._admit(seq)
             self._add_spans(step, seq)
@@ -153,6 +170,7 @@ class Scheduler:
         self.block_manager.allocate(seq)
         if self.image_token_id is not None:
             self.block_manager.try_partial_recompute(seq, self.image_token_id)
+        self.holds.give_blocks(seq)
         seq.status = SequenceStatus.RUNNING
         insort(self.running, seq, key=lambda s: s.seq_id)
         self.rows.take(seq)
@@ -188,9 +206,20 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Back to the head of the queue without KV; it will be recomputed, prompt and generated tokens alike."""
         self._stop_running(seq)
+        self.holds.give(seq)
+        self.holds.take_rows(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
         self.stats.preemptions += 1
+
+    def _drop_youngest_hold(self) -> bool:
+        """Ends the youngest waiting sequence that pins blocks, so that others can have them; False if there is none."""
+        seq = next((seq for seq in reversed(self.waiting) if seq.held_blocks), None)
+        if seq is not None:
+            names = [image.caller_hash for image in seq.images if image.pixels is None]
+            self.finish(seq, "error", f"the KV of images {names}, which came without pixel_values, had to make room for "
+                                      f"running requests: pass their pixel_values, or give the pool more memory")
+        return seq is not None
 
     def _stop_running(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -213,6 +242,8 @@ class Scheduler:
             self.block_manager.release_sources(seq)
             self.block_manager.publish(seq)
             self._store_images(seq)
+            if entry.samples and seq.held_rows:
+                self.holds.give(seq)
             if entry.samples:
                 seq.append_token(int(token_id))
                 self._finish_if_done(seq)
@@ -248,7 +279,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if blocks and sequences disagree; holds between any two steps."""
-        self.block_manager.check_integrity(self.running)
+        self.block_manager.check_integrity([*self.running, *self.waiting])
         assert all(seq.num_computed <= seq.num_planned <= len(seq) for seq in self.running)
         assert len(self.rows.free) + len(self.running) == self.max_num_seqs
 

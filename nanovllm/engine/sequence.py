@@ -66,6 +66,8 @@ class Sequence:
         self.approximate: Range | None = None             # rows from blocks of a ratio's namespace, none of them clean
         self.reuse: ReusePlan | None = None               # image rows taken from the image-KV table
         self.stored_images: set[int] = set()              # indices of images offered to the image-KV table
+        self.held_blocks: list[int] = []                  # pinned while it waits, if it came without pixels
+        self.held_rows: list[Hashable] = []               # encoder cache keys, pinned until its prompt is computed
         self.block_bytes: list[bytes] = []                # ids of each full block, the content that prefix keys hold
 
     def __len__(self) -> int:
