@@ -1,4 +1,4 @@
-"""What every attention engine promises: paged, variable-length, causal attention with GQA, and segments without a mask."""
+"""What every attention engine promises: paged causal attention of spans with GQA, and segments without a mask."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod

@@ -26,23 +26,18 @@ class TorchBackend(AttentionBackend):
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spans: SpanBatch, scale: float) -> Tensor:
         """See `AttentionBackend.attend`; neighbours of one query each (a decode batch) share a call."""
         outputs = []
-        row = span = 0
+        row = first = 0
         for single, run in groupby(spans.q_lens, key=lambda q_len: q_len == 1):
             q_lens = tuple(run)
-            stop = span + len(q_lens)
-            padded_len = max(spans.k_lens[span:stop])
-            if single and (q.is_cuda or len(q_lens) * padded_len * k_cache.stride(1) <= PADDED_VALUES_ON_CPU):
-                tables, k_lens = spans.block_tables[span:stop], spans.seqlens_k[span:stop]
-                rows = q[row : row + len(q_lens)]
-                outputs.append(_attend_one_query_each(rows, k_cache, v_cache, tables, k_lens, padded_len, scale))
-                row += len(q_lens)
+            these = slice(first, first + len(q_lens))
+            tables, k_lens, rows = spans.block_tables[these], spans.k_lens[these], q[row : row + sum(q_lens)]
+            padded_values = len(q_lens) * max(k_lens) * k_cache.stride(1)
+            if single and (q.is_cuda or padded_values <= PADDED_VALUES_ON_CPU):
+                seqlens_k = spans.seqlens_k[these]
+                outputs.append(_attend_one_query_each(rows, k_cache, v_cache, tables, seqlens_k, max(k_lens), scale))
             else:
-                for q_len, k_len, table in zip(q_lens, spans.k_lens[span:stop], spans.block_tables[span:stop]):
-                    table = table[: -(-k_len // k_cache.shape[1])]
-                    k, v = (_rows_of_blocks(cache, table)[:k_len] for cache in (k_cache, v_cache))
-                    outputs.append(_attend_one_span(q[row : row + q_len], k, v, scale))
-                    row += q_len
-            span = stop
+                outputs += _attend_one_by_one(rows, k_cache, v_cache, tables, q_lens, k_lens, scale)
+            row, first = row + sum(q_lens), these.stop
         return torch.cat(outputs)
 
     def encode(
@@ -55,8 +50,8 @@ class TorchBackend(AttentionBackend):
             count = len(list(run))
             stop = first + count * seqlen
             # [segments, heads, seqlen, dim]
-            batch = (x[first:stop].unflatten(0, (count, seqlen)).transpose(1, 2) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(*batch, scale=scale)
+            q_run, k_run, v_run = (x[first:stop].unflatten(0, (count, seqlen)).transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q_run, k_run, v_run, scale=scale)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
             first = stop
         return torch.cat(outputs)
@@ -71,8 +66,22 @@ def store_kv_torch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
 
 
+def _attend_one_by_one(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, q_lens: tuple[int, ...],
+    k_lens: tuple[int, ...], scale: float
+) -> list[Tensor]:
+    """The outputs `[q_len, heads, dim]` of each span, one call a span."""
+    block_size = k_cache.shape[1]
+    outputs = []
+    for queries, k_len, table in zip(q.split(q_lens), k_lens, block_tables):
+        blocks = table[: -(-k_len // block_size)]
+        k, v = (_rows_of_blocks(cache, blocks)[:k_len] for cache in (k_cache, v_cache))
+        outputs.append(_attend_one_span(queries, k, v, scale))
+    return outputs
+
+
 def _rows_of_blocks(cache: Tensor, block_table: Tensor) -> Tensor:
-    """KV `[len(block_table) * block_size, kv_heads, dim]` of the blocks; on the CPU without a copy if they are a run."""
+    """KV `[len(block_table) * block_size, kv_heads, dim]`; on the CPU without a copy if the blocks are a run."""
     if not cache.is_cuda:
         blocks = block_table.tolist()
         if blocks == list(range(blocks[0], blocks[0] + len(blocks))):

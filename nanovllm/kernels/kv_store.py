@@ -13,10 +13,11 @@ if triton is not None:
 
     @triton.jit
     def _store_kv_kernel(
-        k, v, k_cache, v_cache, slot_mapping,
-        k_token_stride, k_head_stride, k_dim_stride, v_token_stride, v_head_stride, v_dim_stride,
+        k: tl.tensor, v: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, slot_mapping: tl.tensor,
+        k_token_stride: int, k_head_stride: int, k_dim_stride: int,
+        v_token_stride: int, v_head_stride: int, v_dim_stride: int,
         head_dim: tl.constexpr, row_size: tl.constexpr, BLOCK: tl.constexpr,
-    ):
+    ) -> None:
         token = tl.program_id(0).to(tl.int64)
         slot = tl.load(slot_mapping + token)
         if slot >= 0:

@@ -28,7 +28,7 @@ def inverse_frequencies(theta: float, dim: int) -> Tensor:
 
 
 def yarn_inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
-    """`inverse_frequencies` stretched as yarn (arXiv 2309.00071) does: fast pairs keep theirs, slow ones are divided."""
+    """As `inverse_frequencies`, stretched by yarn (arXiv 2309.00071): fast pairs are kept, slow ones are divided."""
 
     def pair_turning(times: float) -> float:
         """The (fractional) pair that makes this many full turns within the original context."""

@@ -129,6 +129,8 @@ class PatchMerger(nn.Module):
 class VisionTower(nn.Module):
     """Runs any number of images and videos at once; each frame, and in window layers each window, by itself."""
 
+    inv_freq: Tensor
+
     def __init__(self, config: VisionConfig, backend: AttentionBackend) -> None:
         super().__init__()
         self.merge = config.spatial_merge_size
@@ -144,7 +146,7 @@ class VisionTower(nn.Module):
 
     @staticmethod
     def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the tower in a model of `dtype`: bfloat16 for float16, which the tower's activations overflow."""
+        """The tower's dtype in a model of `dtype`: bfloat16 for float16, whose range its activations can pass."""
         return torch.bfloat16 if dtype == torch.float16 else dtype
 
     def rotation(self, layouts: list[GridLayout], device: torch.device) -> Rotation:

@@ -68,7 +68,7 @@ def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of everything in the checkpoint, one tensor in memory at a time."""
     for file in _weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():
+            for name in tensors.keys():  # noqa: SIM118 (no mapping: it cannot be iterated)
                 yield name, tensors.get_tensor(name)
 
 
