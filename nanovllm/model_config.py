@@ -247,7 +247,7 @@ def _vision_config(keys: _Keys, text: TextConfig) -> VisionConfig:
         intermediate_size=keys.integer("intermediate_size"), out_hidden_size=keys.integer("out_hidden_size"),
         patch_size=keys.integer("patch_size"), spatial_merge_size=keys.integer("spatial_merge_size"),
         temporal_patch_size=keys.integer("temporal_patch_size"),
-        in_channels=keys.integer("in_channels", default=keys.integer("in_chans", default=3)),
+        in_channels=keys.integer("in_channels", default=3),     # the published files have it under another name
         window_size=keys.integer("window_size"),
         fullatt_block_indexes=tuple(check_int(f"{keys.file}: fullatt_block_indexes", index, 0, "layer numbers")
                                     for index in full),

@@ -123,6 +123,7 @@ def test_flat_and_nested_forms_agree(tmp_path: Path, config: Json) -> None:
     dict(rope_theta=ABSENT, text_config={"rope_theta": 5000.0}),
     dict(rope_theta=ABSENT, text_config={"rope_parameters": {"rope_theta": 5000.0}}),
     dict(rope_theta=7.0, text_config={"rope_theta": 5000.0}),
+    dict(rope_theta=7.0, rope_parameters={"rope_theta": 9.0}, rope_scaling={"rope_theta": 5000.0}),
 ])
 def test_rope_theta_in_every_place(tmp_path: Path, rope: Json) -> None:
     assert read(tmp_path, QWEN3_0_6B | rope).text.rope == RopeConfig("default", 5000.0)
