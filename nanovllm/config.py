@@ -44,6 +44,7 @@ class Config:
     device: str | None = None               # "cuda" or "cpu"; None: cuda where there is one
     load_format: str = "auto"               # "dummy": random weights of the config's sizes
     attention_backend: str = "auto"         # or "torch"
+    overlap: bool | None = None             # plan the next step while the device runs this one; None: on a GPU
     seed: int | None = None                 # of requests without a seed of their own; None: a new one each time
     model_config: ModelConfig = field(init=False, repr=False)
 
@@ -70,6 +71,8 @@ class Config:
         check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("load_format", self.load_format, ("auto", "dummy"))
         check_choice("attention_backend", self.attention_backend, ("auto", "torch"))
+        if self.overlap is not None:
+            check_bool("overlap", self.overlap)
         if self.device is not None:
             check_choice("device", self.device, ("cuda", "cpu"))
         return dict(

@@ -41,15 +41,16 @@ class LLM(LLMEngine):
         try:
             for request in requests:
                 self.queue(request)
-            with _Progress(len(requests), disable=not use_tqdm) as progress:
+            with _Progress(self, len(requests), disable=not use_tqdm) as progress:
                 while len(outputs) < len(mine):
                     for output in self.step():
                         if output["seq_id"] in wanted:
                             outputs[output["seq_id"]] = output
                         else:
                             others.append(output)
-                    progress.update(self.last_step_tokens, len(outputs))
+                    progress.update(len(outputs))
         except BaseException:
+            self.abandon_steps()
             self._drop(mine)
             raise
         finally:
@@ -72,19 +73,20 @@ class LLM(LLMEngine):
 class _Progress:
     """A bar over requests that shows prompt and generated tokens per second."""
 
-    def __init__(self, total: int, disable: bool) -> None:
+    def __init__(self, engine: LLMEngine, total: int, disable: bool) -> None:
         self.bar = tqdm(total=total, desc="Generating", disable=disable, dynamic_ncols=True)
+        self.engine = engine
         self.start = perf_counter()
-        self.prompt_tokens = self.generated_tokens = 0
+        self.before = engine.num_prompt_tokens, engine.num_generated_tokens
 
-    def update(self, step_tokens: tuple[int, int], num_finished: int) -> None:
-        self.prompt_tokens += step_tokens[0]
-        self.generated_tokens += step_tokens[1]
+    def update(self, num_finished: int) -> None:
         if self.bar.disable:
             return
         seconds = perf_counter() - self.start
-        self.bar.set_postfix_str(f"prefill {self.prompt_tokens / seconds:.0f} tok/s, "
-                                 f"decode {self.generated_tokens / seconds:.0f} tok/s", refresh=False)
+        prompt, generated = (now - before for now, before in zip(
+            (self.engine.num_prompt_tokens, self.engine.num_generated_tokens), self.before))
+        self.bar.set_postfix_str(f"prefill {prompt / seconds:.0f} tok/s, decode {generated / seconds:.0f} tok/s",
+                                 refresh=False)
         self.bar.update(num_finished - self.bar.n)
 
     def __enter__(self) -> _Progress:

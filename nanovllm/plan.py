@@ -18,7 +18,7 @@ class SpanTable:
 
     starts: IntArray          # [spans] position in the sequence of the first query token
     lengths: IntArray         # [spans] number of query tokens, never 0
-    block_tables: NDArray[np.int32]   # [spans, width] block ids; columns behind a span's KV are 0
+    block_tables: NDArray[np.int32]   # [spans, width] block ids; columns behind a span's KV hold any valid id
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,8 @@ class StepPlan:
     stages: tuple[Stage, ...]
     logits_rows: IntArray                  # [rows] indices into the last stage's rows
     sampling: SamplingBatch
+    # [2, n] (token of the step, batch row): ids that only the device knows yet, the last that the row sampled
+    fed: IntArray = field(default_factory=lambda: np.zeros((2, 0), np.int64))
     encodes: tuple[ImageEncode, ...] = ()
     image_rows: tuple[ImageRows, ...] = ()
     copies: tuple[KVCopy, ...] = ()

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 
 from nanovllm.config import Config
 from nanovllm.engine.intake import ImageNames, build_sequence
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import ModelRunner, StepInFlight
 from nanovllm.engine.planner import Planner
 from nanovllm.engine.scheduled import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
@@ -56,7 +57,9 @@ class LLMEngine:
         self.image_names = ImageNames()
         self.requests: dict[int, Request] = {}
         self.unclaimed: list[RequestOutput] = []      # ended while `generate` was waiting for others
-        self.last_step_tokens = (0, 0)                # (prompt, generated) tokens of the last step
+        self.overlap = self.runner.device.type == "cuda" if self.config.overlap is None else self.config.overlap
+        self.launched: deque[tuple[ScheduledStep, StepInFlight]] = deque()
+        self.num_prompt_tokens = self.num_generated_tokens = 0       # computed since the engine was made
         self._close = weakref.finalize(self, self.runner.close)
 
     # ------------------------------------------------------------ requests
@@ -100,53 +103,67 @@ class LLMEngine:
     # ------------------------------------------------------------ steps
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step and returns the outputs of the requests that ended, aborted ones too."""
-        seqs, _ = self.scheduler.schedule()
-        if seqs:
-            self._run(seqs)
+        """Hands the device its next step, takes in what it has done, and returns the outputs of the requests that
+        ended, aborted ones too.
+
+        With overlap, what is taken in is the step before: the host plans while the device computes.
+        """
+        try:
+            seqs, _ = self.scheduler.schedule()
+            if seqs:
+                step = self.scheduler.in_flight[-1]
+                self.launched.append((step, self.runner.launch(self.planner.plan(step))))
+            if self.launched and not (seqs and self.overlap and len(self.launched) == 1):
+                self._take_in()
+        except BaseException:
+            self.abandon_steps()
+            raise
         outputs, self.unclaimed = self.unclaimed, []
         outputs += [self._output(seq) for seq in self.scheduler.take_finished()]
-        assert seqs or outputs or self.scheduler.is_finished(), "requests wait, and none of them can run"
+        assert seqs or self.launched or outputs or self.scheduler.is_finished(), "requests wait, and none can run"
         return outputs
 
-    def _run(self, seqs: list[Sequence]) -> None:
-        step = self.scheduler.in_flight[-1]
-        try:
-            result = self.runner.execute(self.planner.plan(step))
-        except BaseException:
-            self.scheduler.abandon_step()
-            raise
-        ids = self._take_result(step, result)
+    def abandon_steps(self) -> None:
+        """Drops the steps in flight and what they computed; their sequences stand as before them."""
+        self.launched.clear()
+        self.scheduler.abandon_steps()
+
+    def _take_in(self) -> None:
+        step, launched = self.launched.popleft()
+        ids = self._take_result(step, self.runner.collect(launched))
         num_prompt = sum(max(0, min(b, e.seq.num_prompt_tokens) - a) for e in step.entries for a, b in e.spans)
-        self.last_step_tokens = num_prompt, int(np.count_nonzero([e.samples for e in step.entries]))
-        self.scheduler.postprocess(seqs, ids)
+        self.num_prompt_tokens += num_prompt
+        self.num_generated_tokens += sum(entry.samples for entry in step.entries)
+        self.scheduler.postprocess(step.seqs, ids)
         self._check_stop_strings(step)
 
     def _take_result(self, step: ScheduledStep, result: StepResult) -> list[int]:
         """One id per sequence of the step, 0 where it sampled none; ends the requests whose logits were not finite."""
         now, ids, row = perf_counter(), [0] * len(step.entries), 0
         for seq_id, seconds in result.encode_seconds.items():
-            self.requests[seq_id].vit_time += seconds
+            if seq_id in self.requests:
+                self.requests[seq_id].vit_time += seconds
         for i, entry in enumerate(step.entries):
             if not entry.samples:
                 continue
+            row += 1
+            if entry.seq.is_finished:         # it ended while this token was in flight
+                continue
             request = self.requests[entry.seq.seq_id]
             request.ttft = request.ttft or now - request.arrival
-            ids[i] = int(result.token_ids[row])
-            if not result.finite[row]:
+            ids[i] = int(result.token_ids[row - 1])
+            if not result.finite[row - 1]:
                 self.scheduler.fail(entry.seq, "the model's logits are not finite (NaN or infinite): use "
                                                "dtype=\"bfloat16\" or \"float32\", or check the weights")
-            elif result.logprobs is not None and (logprobs := result.logprobs[row]) is not None:
+            elif result.logprobs is not None and (logprobs := result.logprobs[row - 1]) is not None:
                 request.logprobs.append(logprobs)
-            row += 1
         return ids
 
     def _check_stop_strings(self, step: ScheduledStep) -> None:
         for entry in step.entries:
-            request = self.requests[entry.seq.seq_id]
-            if request.stops is None or not entry.samples or entry.seq.error:
+            seq, request = entry.seq, self.requests.get(entry.seq.seq_id)
+            if request is None or request.stops is None or not entry.samples or seq.error:
                 continue
-            seq = entry.seq
             if seq.num_completion_tokens > seq.sampling_params.min_tokens and \
                     request.stops.found(seq.completion_token_ids):
                 if seq.is_finished:

@@ -22,11 +22,11 @@ class Planner:
         for entry in step.entries:
             self.rows.sync_blocks(entry.seq)
         stages = self._stages(step, spans)
-        sampled = [entry for entry in step.entries if entry.samples]
+        token_ids, fed = _token_ids(spans, step.num_tokens)
         return StepPlan(
-            token_ids=_token_ids(spans, step.num_tokens), positions=self._positions(spans), stages=stages,
+            token_ids=token_ids, fed=fed, positions=self._positions(spans), stages=stages,
             logits_rows=_logits_rows(spans if len(stages) == 1 else _spans_at(spans, stages[-1].first_layer)),
-            sampling=self._sampling([entry.seq for entry in sampled]),
+            sampling=self._sampling([entry for entry in step.entries if entry.samples]),
             encodes=tuple(step.encodes), image_rows=tuple(step.image_rows), copies=tuple(step.copies),
             penalty_resets=tuple((entry.seq.row, np.asarray(entry.seq.token_ids, np.int64)) for entry in step.entries
                                  if entry.resets_row and entry.seq.sampling_params.repetition_penalty != 1.0))
@@ -53,30 +53,33 @@ class Planner:
         width = -(-int(stops.max(initial=0)) // self.block_size)
         return SpanTable(starts, stops - starts, self.rows.tables(rows, width))
 
-    def _sampling(self, seqs: list[Sequence]) -> SamplingBatch:
-        held, rows = self.rows, np.array([seq.row for seq in seqs], np.int64)
-        num_logprobs = tuple(seq.sampling_params.logprobs for seq in seqs)
+    def _sampling(self, entries: list[ScheduledSeq]) -> SamplingBatch:
+        held, rows = self.rows, np.array([entry.seq.row for entry in entries], np.int64)
+        num_logprobs = tuple(entry.seq.sampling_params.logprobs for entry in entries)
         return SamplingBatch(
             temperature=held.temperature[rows], top_k=held.top_k[rows], top_p=held.top_p[rows],
             min_p=held.min_p[rows], seed=held.seed[rows],
-            token_index=np.array([seq.num_completion_tokens for seq in seqs], np.int64),
+            token_index=np.array([entry.token_index for entry in entries], np.int64),
             repetition_penalty=held.repetition_penalty[rows], seq_rows=rows,
-            banned=tuple((i, tuple(seq.stop_ids)) for i, seq in enumerate(seqs)
-                         if seq.num_completion_tokens < seq.sampling_params.min_tokens),
+            banned=tuple((i, tuple(entry.seq.stop_ids)) for i, entry in enumerate(entries)
+                         if entry.token_index < entry.seq.sampling_params.min_tokens),
             num_logprobs=() if all(n is None for n in num_logprobs) else num_logprobs)
 
 
-def _token_ids(spans: Rows, num_tokens: int) -> IntArray:
-    ids = np.empty(num_tokens, np.int64)
-    filled = 0
+def _token_ids(spans: Rows, num_tokens: int) -> tuple[IntArray, IntArray]:
+    """Ids of all query tokens, and [2, n] (token of the step, batch row) for those the device alone knows so far."""
+    ids = np.zeros(num_tokens, np.int64)
+    fed, filled = [], 0
     for entry, (start, stop) in spans:
         known = entry.seq.token_ids
-        if stop - start == 1:
+        if stop - start > 1:
+            ids[filled:filled + stop - start] = known[start:stop]
+        elif start < len(known):
             ids[filled] = known[start]
         else:
-            ids[filled:filled + stop - start] = known[start:stop]
+            fed.append((filled, entry.seq.row))
         filled += stop - start
-    return ids
+    return ids, np.array(fed, np.int64).reshape(-1, 2).T
 
 
 def _positions_of(seq: Sequence, start: int, stop: int, num_axes: int) -> IntArray:

@@ -24,7 +24,8 @@ class Scheduler:
 
     Running sequences come first, oldest first and decodes before prompts, then waiting ones in order of arrival. A
     sequence that finds no block for its next token preempts the youngest; the oldest therefore always advances.
-    `schedule` and `postprocess` alternate; what a step computed counts only once `postprocess` has seen it.
+    What a step computed counts only once `postprocess` has seen it. One more step may be scheduled before that: it
+    computes tokens whose ids are not known yet, and whatever becomes of a sequence that ended meanwhile is dropped.
     """
 
     def __init__(self, config: Config, num_blocks: int | None = None,
@@ -88,9 +89,11 @@ class Scheduler:
         self.waiting.append(seq)
 
     def abort(self, seq_id: int) -> bool:
-        """Ends a request with reason "abort"; False if there is none of that id."""
+        """Ends a request with reason "abort", once its pending id is here; False if there is none of that seq_id."""
         seq = next((s for s in (*self.running, *self.waiting) if s.seq_id == seq_id), None)
-        if seq is not None:
+        if seq is not None and seq.num_pending:
+            seq.abort_requested = True
+        elif seq is not None:
             self.finish(seq, "abort")
         return seq is not None
 
@@ -121,31 +124,36 @@ class Scheduler:
     def schedule(self) -> tuple[list[Sequence], bool]:
         """The sequences with a span in the next step, and whether any of the spans computes prompt tokens.
 
-        The list is empty only if nothing can run; then no step is in flight and `postprocess` is not called.
+        The list is empty if nothing can run before a step in flight is done; with none in flight, if nothing waits.
         """
         step = ScheduledStep()
-        if not self._schedule_running(step):
+        if self._schedule_running(step):
             self._schedule_waiting(step)
         if step.entries:
             self.in_flight.append(step)
         return step.seqs, step.is_prefill
 
     def _schedule_running(self, step: ScheduledStep) -> bool:
-        """Spans of running sequences; True if one had to be preempted."""
-        preempted = False
-        decodes = [seq for seq in self.running if len(seq) - seq.num_planned == 1]
-        prefills = [seq for seq in self.running if len(seq) - seq.num_planned > 1]
+        """Spans of running sequences; False if there were too few blocks for them."""
+        live = [seq for seq in self.running if not seq.abort_requested and
+                seq.num_completion_tokens + seq.num_pending != seq.max_tokens]
+        decodes = [seq for seq in live if seq.num_tokens - seq.num_planned == 1]
+        prefills = [seq for seq in live if seq.num_tokens - seq.num_planned > 1]
+        enough = True
         for seq in decodes + prefills:
             if step.num_tokens == self.max_num_batched_tokens:
                 break
-            while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq, len(seq)):
-                if not self._drop_youngest_hold():
-                    self._preempt(self.running[-1])
-                    preempted = True
+            while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq, seq.num_tokens):
+                enough = False
+                if self._drop_youngest_hold():
+                    continue
+                if self.in_flight:      # a sequence gives its blocks up only when all its ids are here
+                    return False
+                self._preempt(self.running[-1])
             if seq.status is SequenceStatus.RUNNING:
-                self.block_manager.append(seq, len(seq))
+                self.block_manager.append(seq, seq.num_tokens)
                 self._add_spans(step, seq)
-        return preempted
+        return enough
 
     def _schedule_waiting(self, step: ScheduledStep) -> None:
         held: list[Sequence] = []
@@ -191,17 +199,19 @@ class Scheduler:
     def _add_spans(self, step: ScheduledStep, seq: Sequence) -> None:
         """Plans the next spans of a sequence: as many uncomputed rows as the step has room for."""
         start = seq.num_planned
-        spans, end = take_rows(start, len(seq), seq.reuse.skips(0) if seq.reuse else [],
+        spans, end = take_rows(start, seq.num_tokens, seq.reuse.skips(0) if seq.reuse else [],
                                self.max_num_batched_tokens - step.num_tokens)
         if seq.reuse and not seq.reuse.copies_planned:
             step.copies += seq.reuse.copies
             seq.reuse.copies_planned = True
         self.images.plan(step, seq, spans)
-        step.entries.append(ScheduledSeq(seq, spans, end, samples=end == len(seq),
+        samples = end == seq.num_tokens
+        step.entries.append(ScheduledSeq(seq, spans, end, samples, seq.num_completion_tokens + seq.num_pending,
                                          resets_row=start == seq.num_cached_tokens))
         step.num_tokens += sum(b - a for a, b in spans)
         step.is_prefill |= start < seq.num_prompt_tokens
         seq.num_planned = end
+        seq.num_pending += samples
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the head of the queue without KV; it will be recomputed, prompt and generated tokens alike."""
@@ -242,18 +252,18 @@ class Scheduler:
             self.block_manager.release_sources(seq)
             self.block_manager.publish(seq)
             self._store_images(seq)
-            if entry.samples and seq.held_rows:
-                self.holds.give(seq)
             if entry.samples:
+                self.holds.give(seq)
+                seq.num_pending -= 1
                 seq.append_token(int(token_id))
                 self._finish_if_done(seq)
 
-    def abandon_step(self) -> None:
-        """Undoes the planning of the steps in flight after one of them failed; their sequences can run again."""
+    def abandon_steps(self) -> None:
+        """Undoes the planning of all steps in flight; their sequences can run again."""
         for step in self.in_flight:
             self.images.abandon(step)
             for seq in step.seqs:
-                seq.num_planned = seq.num_computed
+                seq.num_planned, seq.num_pending = seq.num_computed, 0
                 if seq.reuse is not None and seq.reuse.pinned:
                     seq.reuse.copies_planned = False
         self.in_flight.clear()
@@ -276,11 +286,13 @@ class Scheduler:
             self.finish(seq, "stop")
         elif seq.num_completion_tokens == seq.max_tokens:
             self.finish(seq, "length")
+        elif seq.abort_requested:
+            self.finish(seq, "abort")
 
     def check_integrity(self) -> None:
         """Raises AssertionError if blocks and sequences disagree; holds between any two steps."""
         self.block_manager.check_integrity([*self.running, *self.waiting])
-        assert all(seq.num_computed <= seq.num_planned <= len(seq) for seq in self.running)
+        assert all(seq.num_computed <= seq.num_planned <= seq.num_tokens for seq in self.running)
         assert len(self.rows.free) + len(self.running) == self.max_num_seqs
 
 

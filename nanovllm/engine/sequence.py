@@ -29,8 +29,9 @@ class SequenceStatus(Enum):
 class Sequence:
     """A prompt, what has been generated for it, and where its KV lies.
 
-    Tokens are counted by three marks, `num_computed <= num_planned <= len(self)`: KV that the host has seen written,
-    KV that steps handed to the device will have written, and all known tokens. Blocks cover at least `num_planned`.
+    Tokens are counted by three marks, `num_computed <= num_planned <= num_tokens`: KV that the host has seen written,
+    KV that steps handed to the device will have written, and all tokens, those included whose ids such steps are yet to
+    bring (`num_pending`, at most one). Blocks cover at least `num_planned`.
     """
 
     _ids = count()
@@ -60,6 +61,8 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_planned = 0
         self.num_computed = 0
+        self.num_pending = 0
+        self.abort_requested = False                      # to be ended when its pending id has come
         self.num_cached_tokens = 0                        # taken from the prefix cache at the last admission
         self.num_published = 0                            # blocks whose keys are in the prefix cache
         self.prefix_node: PrefixNode | None = None        # where the published blocks end in the prefix tree
@@ -72,6 +75,10 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending
 
     @property
     def is_finished(self) -> bool:
