@@ -29,7 +29,7 @@ def test_defaults(model: str) -> None:
         tensor_parallel_size=1, enforce_eager=False, kvcache_block_size=256, num_kvcache_blocks=-1,
         kvcache_memory_gb=1.0, encoder_cache_ratio=0.2, recompute_ratio=0.0, reuse_any_ordinal=False,
         image_kv_variants=4, enable_prefix_caching=True, dtype="bfloat16", device=None, load_format="auto",
-        attention_backend="auto", seed=None)
+        attention_backend="auto", overlap=None, seed=None)
 
 
 def test_length_follows_the_model(model: str, tmp_path: Path) -> None:
@@ -66,6 +66,7 @@ def test_dtype_is_a_torch_dtype_or_its_name(model: str) -> None:
     ("device", ["tpu", 0]),
     ("load_format", ["pt", None]),
     ("attention_backend", ["flashy", None]),
+    ("overlap", [0, 1, "no"]),
     ("seed", [-1, 2**63, True, 1.0]),
 ])
 def test_wrong_values_are_named(model: str, name: str, values: list[Any]) -> None:
