@@ -10,9 +10,10 @@ from torch import Tensor
 from nanovllm.attention.contract import AttentionBackend, SpanBatch
 from nanovllm.kernels.kv_store import store_kv as store_kv_triton
 
-# Up to so many cached values (spans * keys * kv_heads * head_dim) one padded call beats a call per span on the CPU:
-# launches cost more than the copy. Measured with 2 cores; beyond it the copy's memory traffic loses by up to 10x.
-PADDED_VALUES_ON_CPU = 1 << 17
+# So many cached values (spans * longest KV * kv_heads * head_dim) at most are gathered for one padded call. On the CPU
+# launches cost more than the copy only up to here (measured with 2 cores; beyond, the copy loses by up to 10x); on a
+# GPU the limit bounds memory: K and V of 512 MiB each in bfloat16.
+PADDED_VALUES_ON_CPU, PADDED_VALUES_ON_GPU = 1 << 17, 1 << 28
 
 
 class TorchBackend(AttentionBackend):
@@ -25,19 +26,20 @@ class TorchBackend(AttentionBackend):
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spans: SpanBatch, scale: float) -> Tensor:
         """See `AttentionBackend.attend`; neighbours of one query each (a decode batch) share a call."""
+        block_size, row_size = k_cache.shape[1], k_cache.stride(1)
+        limit = (PADDED_VALUES_ON_GPU if q.is_cuda else PADDED_VALUES_ON_CPU) // row_size
+        groups = _groups(spans, limit)
         outputs = []
-        row = first = 0
-        for single, run in groupby(spans.q_lens, key=lambda q_len: q_len == 1):
-            q_lens = tuple(run)
-            these = slice(first, first + len(q_lens))
-            tables, k_lens, rows = spans.block_tables[these], spans.k_lens[these], q[row : row + sum(q_lens)]
-            padded_values = len(q_lens) * max(k_lens) * k_cache.stride(1)
-            if single and (q.is_cuda or padded_values <= PADDED_VALUES_ON_CPU):
-                seqlens_k = spans.seqlens_k[these]
-                outputs.append(_attend_one_query_each(rows, k_cache, v_cache, tables, seqlens_k, max(k_lens), scale))
+        for group, queries in zip(groups, q.split([sum(spans.q_lens[group]) for group in groups])):
+            tables, k_lens = spans.block_tables[group], spans.k_lens[group]
+            if len(k_lens) > 1:
+                seqlens_k = spans.seqlens_k[group]
+                out = _attend_one_query_each(queries, k_cache, v_cache, tables, seqlens_k, max(k_lens), scale)
             else:
-                outputs += _attend_one_by_one(rows, k_cache, v_cache, tables, q_lens, k_lens, scale)
-            row, first = row + sum(q_lens), these.stop
+                blocks = tables[0, : -(-k_lens[0] // block_size)]
+                k, v = (_rows_of_blocks(cache, blocks)[: k_lens[0]] for cache in (k_cache, v_cache))
+                out = _attend_one_span(queries, k, v, scale)
+            outputs.append(out)
         return torch.cat(outputs)
 
     def encode(
@@ -66,18 +68,17 @@ def store_kv_torch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
 
 
-def _attend_one_by_one(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, q_lens: tuple[int, ...],
-    k_lens: tuple[int, ...], scale: float
-) -> list[Tensor]:
-    """The outputs `[q_len, heads, dim]` of each span, one call a span."""
-    block_size = k_cache.shape[1]
-    outputs = []
-    for queries, k_len, table in zip(q.split(q_lens), k_lens, block_tables):
-        blocks = table[: -(-k_len // block_size)]
-        k, v = (_rows_of_blocks(cache, blocks)[:k_len] for cache in (k_cache, v_cache))
-        outputs.append(_attend_one_span(queries, k, v, scale))
-    return outputs
+def _groups(spans: SpanBatch, limit: int) -> list[slice]:
+    """Stretches of spans for one call each: single queries while their KV, padded, is `limit` rows; else one span."""
+    groups = []
+    first = longest = 0
+    for span, (q_len, k_len) in enumerate(zip(spans.q_lens, spans.k_lens)):
+        longest = max(longest, k_len)
+        joins = q_len == 1 == spans.q_lens[first] and (span + 1 - first) * longest <= limit
+        if not joins and span > first:
+            groups.append(slice(first, span))
+            first, longest = span, k_len
+    return [*groups, slice(first, len(spans.q_lens))]
 
 
 def _rows_of_blocks(cache: Tensor, block_table: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.torch_backend import TorchBackend, store_kv_torch
+from nanovllm.attention.torch_backend import TorchBackend, _groups, store_kv_torch
 from tests.paged import Pages, Span, random_steps
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -70,11 +70,20 @@ def test_decode_batch_of_unequal_lengths(dtype, device):
     check_spans(lengths, prompts + decode, (4, 2), 32, 16, dtype, device)
 
 
-def test_decode_batch_too_large_to_pad_equals_the_padded_one(monkeypatch):
-    lengths = [40, 9, 25]
-    steps = [[(seq, 0, n - 1)] for seq, n in enumerate(lengths)] + [[(seq, n - 1, n) for seq, n in enumerate(lengths)]]
-    monkeypatch.setattr("nanovllm.attention.torch_backend.PADDED_VALUES_ON_CPU", 0)
+@pytest.mark.parametrize("limit", [0, 20, 50, 80, 10_000])
+def test_decode_batch_cut_where_padding_grows_too_large(monkeypatch, limit):
+    lengths = [9, 40, 25, 3, 4]
+    last = [(seq, n - 1, n) for seq, n in enumerate(lengths)]
+    steps = [[(seq, 0, n - 1) for seq, n in enumerate(lengths)], [*last, (0, 2, 7), last[1], last[0]]]
+    monkeypatch.setattr("nanovllm.attention.torch_backend.PADDED_VALUES_ON_CPU", limit * 2 * 32)
     check_spans(lengths, steps, (4, 2), 32, 16, torch.float32, "cpu")
+
+
+def test_groups_hold_single_queries_up_to_the_limit():
+    pages = Pages([50] * 6, 16, random.Random(0))
+    spans = [(0, 9, 10), (1, 19, 20), (2, 9, 10), (3, 0, 5), (4, 7, 9), (5, 0, 1), (0, 0, 1), (1, 49, 50), (2, 0, 1)]
+    groups = _groups(pages.batch(spans), limit=40)
+    assert [(g.start, g.stop) for g in groups] == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 7), (7, 8), (8, 9)]
 
 
 def test_two_spans_of_one_sequence_around_reused_rows():
