@@ -1,4 +1,4 @@
-"""One row of numbers for each running sequence, so that a step is planned by indexing arrays, not by visiting objects."""
+"""One row of numbers for each running sequence, so that a step is planned by indexing arrays."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -50,7 +50,7 @@ def uncovered(start: int, stop: int, skips: list[Range]) -> list[Range]:
 
 def take_rows(start: int, stop: int, skips: list[Range], room: int) -> tuple[list[Range], int]:
     """Ranges of at most `room` rows of [start, stop) that are not skipped, and where the next ones would begin."""
-    spans = []
+    spans: list[Range] = []
     for a, b in uncovered(start, stop, skips):
         if room == 0:
             return spans, a
