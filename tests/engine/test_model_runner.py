@@ -1,8 +1,7 @@
-"""Steps of random spans, chunks, moved KV and images against one dense forward pass of transformers."""
+"""Steps of random spans, chunks and moved KV against one dense forward pass of transformers, and a runner's life."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,94 +10,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForCausalLM
 
 from nanovllm.config import Config
 from nanovllm.engine.encoder_cache_manager import EncoderCacheManager
 from nanovllm.engine.model_runner import ModelRunner, pick_device
 from nanovllm.image.hashing import content_hash
-from nanovllm.plan import (
-    ImageEncode,
-    ImageRows,
-    IntArray,
-    KVCopy,
-    SamplingBatch,
-    SpanTable,
-    Stage,
-    StepPlan,
-    StepResult,
-)
+from nanovllm.plan import KVCopy, SamplingBatch, SpanTable, Stage
 from tests.checkpoints import make_qwen2_5_vl, make_qwen3
-
-BLOCK = 16
-NUM_BLOCKS = 64
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-Span = tuple[int, int, int]         # sequence, first token, token behind the last
-
-GRIDS = [(1, 8, 12), (1, 4, 4), (1, 10, 4)]
-ROWS = [t * h * w // 4 for t, h, w in GRIDS]
-
-
-def make_runner(path: Any, **options: Any) -> ModelRunner:
-    """A runner with small blocks, whose KV is NaN until it is written."""
-    config = Config(str(path), num_kvcache_blocks=NUM_BLOCKS, **dict(device="cpu") | options)
-    object.__setattr__(config, "kvcache_block_size", BLOCK)         # the public option is a multiple of 256
-    runner = ModelRunner(config)
-    runner.kv_cache.fill_(float("nan"))
-    return runner
-
-
-class Sequences:
-    """Prompts with block tables in random order and rotary positions [axes, tokens]."""
-
-    def __init__(self, ids: Sequence[Sequence[int]], positions: Sequence[IntArray] | None = None) -> None:
-        free = random.Random(len(ids)).sample(range(NUM_BLOCKS), NUM_BLOCKS)
-        self.ids = [np.asarray(each, np.int64) for each in ids]
-        self.positions = positions or [np.arange(len(each))[None] for each in ids]
-        self.tables = [[free.pop() for _ in range(-(-len(each) // BLOCK))] for each in ids]
-
-    def table(self, spans: Sequence[Span]) -> SpanTable:
-        width = max(len(self.tables[seq]) for seq, _, _ in spans)
-        tables = [self.tables[seq] + [0] * (width - len(self.tables[seq])) for seq, _, _ in spans]
-        starts, stops = (np.array([span[i] for span in spans], np.int64) for i in (1, 2))
-        return SpanTable(starts, stops - starts, np.array(tables, np.int32))
-
-    def plan(self, spans: Sequence[Span], later: Sequence[Stage] = (), rows: Any = None, **given: Any) -> StepPlan:
-        """Greedy, with all logprobs, of the last row of every span (or of `rows` of the last stage)."""
-        if rows is None:
-            rows = np.cumsum([stop - start for _, start, stop in spans]) - 1
-        return StepPlan(
-            token_ids=np.concatenate([self.ids[seq][start:stop] for seq, start, stop in spans]),
-            positions=np.concatenate([self.positions[seq][:, start:stop] for seq, start, stop in spans], axis=1),
-            stages=(Stage(0, None, self.table(spans)), *later), logits_rows=np.asarray(rows, np.int64),
-            sampling=greedy(len(rows)), **given)
-
-
-def greedy(num_rows: int) -> SamplingBatch:
-    floats, ints = np.ones(num_rows, np.float32), np.zeros(num_rows, np.int64)
-    return SamplingBatch(temperature=floats, top_k=ints + 1, top_p=floats, min_p=0 * floats, seed=ints,
-                         token_index=ints, repetition_penalty=floats, seq_rows=np.arange(num_rows),
-                         num_logprobs=(-1,) * num_rows)
-
-
-def check(result: StepResult, row: int, logits: Tensor) -> None:
-    """The row's id is the argmax of `logits` [vocab], and its logprobs are theirs."""
-    assert result.finite[row] and result.logprobs is not None and result.logprobs[row] is not None
-    ours = torch.tensor([result.logprobs[row][i] for i in range(len(logits))])
-    assert (ours - logits.log_softmax(-1)).abs().max() < 1e-4
-    assert result.token_ids[row] == logits.argmax()
-
-
-def text_logits(path: Any, sequences: Sequences) -> list[Tensor]:
-    """Logits [tokens, vocab] of each prompt by transformers."""
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with torch.inference_mode():
-        return [reference(input_ids=torch.from_numpy(ids)[None]).logits[0] for ids in sequences.ids]
-
-
-def random_ids(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(250) for _ in range(length)] for length in lengths]
+from tests.engine.step_plans import DEVICES, Sequences, check, make_runner, random_ids
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +29,13 @@ def qwen3(tmp_path_factory):
 @pytest.fixture(scope="module")
 def qwen2_5_vl(tmp_path_factory):
     return make_qwen2_5_vl(tmp_path_factory.mktemp("qwen2_5_vl"))
+
+
+def text_logits(path: Any, sequences: Sequences) -> list[Tensor]:
+    """Logits [tokens, vocab] of each prompt by transformers."""
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        return [reference(input_ids=torch.from_numpy(ids)[None]).logits[0] for ids in sequences.ids]
 
 
 # ---------------------------------------------------------------- spans
@@ -234,114 +161,6 @@ def test_a_stage_may_have_no_rows_left(qwen3):
     assert len(result.token_ids) == 0
     written = runner.kv_cache[:, 0, sequences.tables[0][0], :8].isfinite().flatten(1).all(1)
     assert written.tolist() == [True, False, False]
-
-
-# ---------------------------------------------------------------- images
-
-def image_sequences(runner: ModelRunner, prompts: Sequence[Sequence[int | str]], seed: int = 0) -> Sequences:
-    """Prompts of text lengths and images: an int is that many random ids, "i" stands for image i of GRIDS."""
-    config, rng = runner.config.model_config, random.Random(seed)
-    all_ids, all_positions = [], []
-    for prompt in prompts:
-        ids: list[int] = []
-        columns: list[IntArray] = []
-        place = 0
-        for part in prompt:
-            if isinstance(part, str):
-                _, h, w = GRIDS[int(part)]
-                y, x = np.divmod(np.arange(ROWS[int(part)]), w // 2)
-                ids += [config.image_token_id] * len(y)
-                columns.append(place + np.stack((0 * y, y, x)))
-                place += max(h, w) // 2
-            else:
-                ids += [rng.randrange(250) for _ in range(part)]
-                columns.append(np.tile(np.arange(place, place + part), (3, 1)))
-                place += part
-        all_ids.append(ids)
-        all_positions.append(np.concatenate(columns, axis=1))
-    return Sequences(all_ids, all_positions)
-
-
-def pixels_of(image: int) -> Tensor:
-    t, h, w = GRIDS[image]
-    return torch.randn(t * h * w, 1176, generator=torch.Generator().manual_seed(image))
-
-
-def image_logits(path: Any, sequences: Sequences, seq: int, images: Sequence[int]) -> Tensor:
-    reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-    with torch.inference_mode():
-        return reference(
-            input_ids=torch.from_numpy(sequences.ids[seq])[None], pixel_values=torch.cat([*map(pixels_of, images)]),
-            image_grid_thw=torch.tensor([GRIDS[i] for i in images]),
-            position_ids=torch.from_numpy(sequences.positions[seq])[:, None]).logits[0]
-
-
-def encode(runner: ModelRunner, image: int, seq_id: int, cached: bool) -> ImageEncode:
-    blocks = tuple(runner.encoder_cache.allocate(image, ROWS[image])) if cached else None
-    return ImageEncode(image, GRIDS[image], pixels_of(image), blocks, seq_id)
-
-
-def rows_of(encoded: ImageEncode, first: int, stop: int, target: int) -> ImageRows:
-    return ImageRows(encoded.key, ROWS[encoded.key], encoded.block_ids, first, stop, target)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cached", [True, False])
-def test_images_of_two_requests_in_one_step(qwen2_5_vl, cached, device):
-    runner = make_runner(qwen2_5_vl, device=device)
-    sequences = image_sequences(runner, [[5, "0", 3, "1", 4], [2, "2", 6]])
-    images = [encode(runner, image, seq_id, cached) for image, seq_id in ((0, 70), (1, 70), (2, 71))]
-    first = len(sequences.ids[0])
-    rows = (rows_of(images[0], 0, 24, 5), rows_of(images[1], 0, 4, 32), rows_of(images[2], 0, 10, first + 2))
-    plan = sequences.plan([(0, 0, first), (1, 0, 18)], encodes=tuple(images), image_rows=rows)
-    result = runner.execute(plan)
-    check(result, 0, image_logits(qwen2_5_vl, sequences, 0, [0, 1])[-1])
-    check(result, 1, image_logits(qwen2_5_vl, sequences, 1, [2])[-1])
-    assert set(result.encode_seconds) == {70, 71} and min(result.encode_seconds.values()) > 0
-    assert result.encode_seconds[70] == pytest.approx(result.encode_seconds[71] * (96 + 16) / 40)
-    for image in range(3):
-        assert (runner.encoder_cache.get_block_ids(image) is not None) == cached
-
-
-def test_a_chunk_takes_its_rows_of_an_image_from_the_cache(qwen2_5_vl):
-    runner = make_runner(qwen2_5_vl)
-    sequences = image_sequences(runner, [[5, "0", 9]])
-    expected = image_logits(qwen2_5_vl, sequences, 0, [0])
-    image = encode(runner, 0, 1, cached=True)
-    cuts = [0, 7, 20, 28, 29, 38]
-    for start, stop in pairwise(cuts):
-        first, last = max(start, 5), min(stop, 29)
-        rows = (rows_of(image, first - 5, last - 5, first - start),) if first < last else ()
-        result = runner.execute(sequences.plan([(0, start, stop)], encodes=(image,) if start == 0 else (),
-                                               image_rows=rows))
-        check(result, 0, expected[stop - 1])
-        assert (result.encode_seconds == {}) == (start > 0)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_moved_image_in_a_model_of_one_layer_is_exact(tmp_path, device):
-    """All three axes of M-RoPE move by one delta."""
-    path = make_qwen2_5_vl(tmp_path, num_hidden_layers=1)
-    runner = make_runner(path, device=device)
-    sequences = image_sequences(runner, [[5, "0", 3], [31, "0", 8]])
-    image = encode(runner, 0, 1, cached=True)
-    runner.execute(sequences.plan([(0, 0, 32)], encodes=(image,), image_rows=(rows_of(image, 0, 24, 5),)))
-    copy = KVCopy(tuple(sequences.tables[0]), 5, tuple(sequences.tables[1]), 31, 24, 26, (3,))
-    result = runner.execute(sequences.plan([(1, 0, 34), (1, 55, 63)], copies=(copy,),
-                                           image_rows=(rows_of(image, 0, 3, 31),)))
-    check(result, 1, image_logits(path, sequences, 1, [0])[-1])
-
-
-def test_a_failed_encode_leaves_a_miss(qwen2_5_vl):
-    runner = make_runner(qwen2_5_vl)
-    sequences = image_sequences(runner, [[5, "0", 3]])
-    image = encode(runner, 0, 1, cached=True)
-    broken = ImageEncode(image.key, image.grid, torch.randn(7, 1176), image.block_ids, 1)
-    with pytest.raises((ValueError, RuntimeError, AssertionError, IndexError)):
-        runner.execute(sequences.plan([(0, 0, 32)], encodes=(broken,)))
-    assert runner.encoder_cache.get_block_ids(0) is None
-    runner.encoder_cache.free(0)
-    runner.encoder_cache.check_integrity()
 
 
 # ---------------------------------------------------------------- sizes, life
