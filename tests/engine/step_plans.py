@@ -19,6 +19,7 @@ NUM_BLOCKS = 64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 Span = tuple[int, int, int]         # sequence, first token, token behind the last
 
+
 def make_runner(path: Any, **options: Any) -> ModelRunner:
     """A runner with small blocks, whose KV is NaN until it is written."""
     config = Config(str(path), num_kvcache_blocks=NUM_BLOCKS, **dict(device="cpu") | options)
