@@ -260,14 +260,16 @@ class Scheduler:
                 self._finish_if_done(seq)
 
     def abandon_steps(self) -> None:
-        """Undoes the planning of all steps in flight; their sequences can run again."""
-        for step in self.in_flight:
+        """Undoes the planning of all steps in flight; their sequences can run again, or end where that was asked."""
+        while self.in_flight:
+            step = self.in_flight.pop()         # the newest first: it may read what an older one was to write
             self.images.abandon(step)
             for seq in step.seqs:
                 seq.num_planned, seq.num_pending = seq.num_computed, 0
                 if seq.reuse is not None and seq.reuse.pinned:
                     seq.reuse.copies_planned = False
-        self.in_flight.clear()
+                if seq.abort_requested and not seq.is_finished:
+                    self.finish(seq, "abort")
 
     def _store_images(self, seq: Sequence) -> None:
         """Offers every image whose rows are now all there, and all computed in full, to the image-KV table."""
