@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 
 from nanovllm import LLM
+from nanovllm.llm import _Progress
 from tests.checkpoints import make_qwen2_5_vl
 from tests.engines import assert_idle, check, generate, greedy, make_llm, run
 from tests.oracle import Oracle
@@ -56,22 +57,23 @@ def test_bad_request_is_refused_before_any_is_added(llm):
     assert llm.is_finished() and llm.stats()["computed_tokens"] == before
 
 
-@pytest.mark.parametrize("where", ["launch", "collect"])
+@pytest.mark.parametrize("where", ["launch", "collect", "progress"])
 @pytest.mark.parametrize("at", [0, 1, 4])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_error_in_the_middle_of_generate_leaves_the_engine_usable(folder, monkeypatch, where, at, overlap):
     words = [prompt(text(40, seed), picture(112, 112, seed), text(5)) for seed in range(3)]
     with make_llm(folder, block_size=16, max_num_batched_tokens=64, recompute_ratio=0.2, overlap=overlap) as llm:
-        other = llm.add_request(text(9), greedy(20))
-        work, steps = getattr(llm.runner, where), count()
+        other = llm.add_request(text(9), greedy(20, repetition_penalty=1.5))
+        owner, name = (_Progress, "update") if where == "progress" else (llm.runner, where)
+        work, steps = getattr(owner, name), count()
 
-        def failing(step):
+        def failing(*args):
             if next(steps) == at:
                 raise KeyboardInterrupt
-            return work(step)
+            return work(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(llm.runner, where, failing)
+            patch.setattr(owner, name, failing)
             with pytest.raises(KeyboardInterrupt):
                 generate(llm, *words)
         assert_held_by(llm, [other])
@@ -82,8 +84,9 @@ def test_error_in_the_middle_of_generate_leaves_the_engine_usable(folder, monkey
         assert_idle(llm)
         assert last[0]["seq_id"] == other and len(last[0]["token_ids"]) == 20
     with make_llm(folder) as fresh:
+        penalised = generate(fresh, text(9), max_tokens=20, repetition_penalty=1.5)
         assert [o["token_ids"] for o in outputs] == [o["token_ids"] for o in generate(fresh, *words)]
-        assert last[0]["token_ids"] == generate(fresh, text(9), max_tokens=20)[0]["token_ids"]
+        assert last[0]["token_ids"] == penalised[0]["token_ids"]
 
 
 def test_interrupt_inside_a_layer_publishes_nothing(folder, monkeypatch):

@@ -38,6 +38,7 @@ class BatchRows:
 
     def take(self, seq: Sequence) -> None:
         row = seq.row = self.free.pop()
+        seq.resets_row = True
         params = seq.sampling_params
         self.num_blocks[row] = 0
         self.block_tables[row] = 0

@@ -208,7 +208,8 @@ class Scheduler:
         self.images.plan(step, seq, spans)
         samples = end == seq.num_tokens
         step.entries.append(ScheduledSeq(seq, spans, end, samples, seq.num_completion_tokens + seq.num_pending,
-                                         resets_row=start == seq.num_cached_tokens))
+                                         seq.resets_row))
+        seq.resets_row = False
         step.num_tokens += sum(b - a for a, b in spans)
         step.is_prefill |= start < seq.num_prompt_tokens
         seq.num_planned = end
@@ -265,7 +266,7 @@ class Scheduler:
             step = self.in_flight.pop()         # the newest first: it may read what an older one was to write
             self.images.abandon(step)
             for seq in step.seqs:
-                seq.num_planned, seq.num_pending = seq.num_computed, 0
+                seq.num_planned, seq.num_pending, seq.resets_row = seq.num_computed, 0, True
                 if seq.reuse is not None and seq.reuse.pinned:
                     seq.reuse.copies_planned = False
                 if seq.abort_requested and not seq.is_finished:

@@ -59,6 +59,7 @@ class Sequence:
         self.position_delta = position_delta              # rotary position minus token index, behind the prompt
 
         self.row = -1                                     # batch row, held while running
+        self.resets_row = True                            # the sampler has yet to be told what this one holds
         self.block_table: list[int] = []
         self.num_planned = 0
         self.num_computed = 0
