@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.plan import KVCopy, SpanTable, StepPlan
+from nanovllm.plan import KVCopy, SpanTable, Stage, StepPlan
 
 NUM_TEXT_IDS = 40
 IMAGE_PAD, VIDEO_PAD = 100, 101
@@ -80,13 +80,11 @@ class Device:
         positions = [tuple(axes) for axes in plan.positions.T.tolist()]
         assert len(positions) == len(tokens) == len(plan.token_ids)
         self.num_computed += len(tokens)
-        firsts = [stage.first_layer for stage in plan.stages]
-        assert firsts[0] == 0 and firsts == sorted(set(firsts))
-        for stage, (first, stop) in zip(plan.stages, pairwise([*firsts, self.num_layers])):
+        for stage, layers in self._stages(plan):
             if stage.rows is not None:
                 assert np.all(np.diff(stage.rows) > 0)
                 hidden, tokens, positions = ([values[i] for i in stage.rows] for values in (hidden, tokens, positions))
-            for layer in range(first, stop):
+            for layer in layers:
                 self._store(layer, hidden, tokens, positions, stage.spans)
                 hidden = self._attend(layer, hidden, stage.spans)
         banned = dict(plan.sampling.banned)
@@ -97,18 +95,25 @@ class Device:
 
     def spoil(self, plan: StepPlan) -> None:
         """What a step that fails half-way may leave behind: nothing it would have written can be relied on."""
-        for layer, rows in enumerate(self.kv):
-            for copy in plan.copies:
-                for index in self._copied_rows(copy, layer):
-                    rows.pop(self.slot(copy.target_blocks, copy.target_start + index), None)
-            for slot in self._span_slots(plan.stages[0].spans):
-                rows.pop(slot, None)
+        for stage, layers in self._stages(plan):
+            for layer in layers:
+                copied = [self.slot(copy.target_blocks, copy.target_start + index)
+                          for copy in plan.copies for index in self._copied_rows(copy, layer)]
+                for slot in [*copied, *self._span_slots(stage.spans)]:
+                    self.kv[layer].pop(slot, None)
         for encode in plan.encodes:
             for block_id in encode.block_ids or ():
                 for row in range(self.rows_per_encoder_block):
                     self.encoder_rows.pop((block_id, row), None)
 
     # ------------------------------------------------------------ its parts
+
+    def _stages(self, plan: StepPlan) -> Iterator[tuple[Stage, range]]:
+        """Each stage with its layers."""
+        firsts = [stage.first_layer for stage in plan.stages]
+        assert firsts[0] == 0 and firsts == sorted(set(firsts))
+        for stage, (first, stop) in zip(plan.stages, pairwise([*firsts, self.num_layers])):
+            yield stage, range(first, stop)
 
     def _copied_rows(self, copy: KVCopy, layer: int) -> range:
         first_rows = copy.first_rows if len(copy.first_rows) > 1 else copy.first_rows * self.num_layers
