@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.checkpoints import make_qwen2_5_vl, make_qwen3
-from tests.engines import greedy, make_llm, run
+from tests.engines import dense_logprobs, greedy, make_llm, run
 from tests.oracle import Oracle
 from tests.prompts import TOKENIZER, Picture, Prompt, picture, prompt, text, video
 
@@ -191,7 +191,7 @@ def _compare_run(case: Case, folder: Path, setup: Run, expected: list[Greedy], o
             outputs = run(llm, case.prompts, greedy(STEPS, logprobs=-1))
             for output, (tokens, logprobs) in zip(outputs, expected):
                 outcome.tokens_equal &= output["token_ids"] == tokens
-                difference = (dense_logprobs(output["logprobs"]) - logprobs).abs().max().item()
+                difference = (dense_logprobs(output) - logprobs).abs().max().item()
                 outcome.max_difference = max(outcome.max_difference, difference)
         outcome.preemptions += llm.stats()["preemptions"]
         if setup.passes > 1:
@@ -202,11 +202,6 @@ def small_pool(prompts: Sequence[Prompt]) -> int:
     """KV blocks for all prompts and one more, so that decoding runs out of them; enough for each prompt alone."""
     alone = max(-(-(len(each) + STEPS) // SMALL_BLOCK) for each in prompts)
     return max(alone, sum(-(-len(each) // SMALL_BLOCK) for each in prompts) + 1)
-
-
-def dense_logprobs(logprobs: Sequence[dict[int, float]]) -> Tensor:
-    """[tokens, vocab] of an output's logprobs=-1."""
-    return torch.tensor([[row[token_id] for token_id in range(len(row))] for row in logprobs])
 
 
 def make_checkpoint(case: Case, folder: Path) -> Path:
