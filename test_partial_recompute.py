@@ -14,12 +14,12 @@ import json
 import math
 import multiprocessing
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -30,6 +30,7 @@ from benchmarks.pictures import draw_shapes
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
 
+T = TypeVar("T")
 RULE = "=" * 60
 PICTURE_SIZE, OTHER_SIZE = (3840, 2160), (448, 448)
 PASSING_SHARE = 0.9                 # of the baseline's warm TTFT
@@ -159,9 +160,10 @@ def run_phase(folder: ModelFolder, pictures: Mapping[str, Path], phase: Phase, d
         return [asker.measure(pair, max_tokens) for pair in phase.pairs]
 
 
-def run_in_process(*args: Any) -> list[PairResult]:
+def run_in_process(function: Callable[..., T], *args: Any) -> T:
+    """Calls a function in a fresh process, which ends with the call."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(run_phase, *args).result()
+        return pool.submit(function, *args).result()
 
 
 # ---------------------------------------------------------------- report
@@ -242,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
         pictures["picture"] = args.image or pictures["picture"]
         print(f"model: {folder.name} ({folder.weights} weights)   picture: {pictures['picture']}\n")
         for phase in plan:
-            results.append(run_in_process(folder, pictures, phase, args.device, args.max_tokens))
+            results.append(run_in_process(run_phase, folder, pictures, phase, args.device, args.max_tokens))
             full = {result.pair.second: result for result in results[0]}
             print_phase(phase, results[-1][:1] if phase is plan[0] else results[-1], full)
     passed = print_summary(results[0][0], results[1][0])

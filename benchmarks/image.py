@@ -33,12 +33,15 @@ class ImageWork:
     """Prompts of random ids around one picture of random pixels."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, width: int, height: int, named: bool) -> None:
-        assert config.vision is not None
+        assert config.vision is not None and config.image_token_id is not None
+        assert config.vision_start_token_id is not None and config.vision_end_token_id is not None
         side = config.vision.patch_size * config.vision.spatial_merge_size      # of one token, in pixels
         merge = config.vision.spatial_merge_size
         self.grid = (1, max(1, round(height / side)) * merge, max(1, round(width / side)) * merge)
         self.num_tokens = prod(self.grid) // merge**2
-        self.config, self.max_id = config, min(MAX_ID, vocab_size - 1)
+        self.max_id = min(MAX_ID, vocab_size - 1)
+        self.picture = [config.vision_start_token_id, *[config.image_token_id] * self.num_tokens,
+                        config.vision_end_token_id]
         generator = torch.Generator().manual_seed(0)
         self.mm_inputs: dict[str, Any] = dict(
             pixel_values=torch.randn(prod(self.grid), config.vision.patch_dim, generator=generator),
@@ -48,9 +51,7 @@ class ImageWork:
 
     def prompt(self, before: int, behind: int, length_before: int = TEXT_BEFORE) -> list[int]:
         """The picture after text of seed `before` and ahead of text of seed `behind`."""
-        picture = [self.config.vision_start_token_id, *[self.config.image_token_id] * self.num_tokens,
-                   self.config.vision_end_token_id]
-        return [*self._text(before, length_before), *picture, *self._text(behind, TEXT_BEHIND)]
+        return [*self._text(before, length_before), *self.picture, *self._text(behind, TEXT_BEHIND)]
 
     def _text(self, seed: int, length: int) -> list[int]:
         rng = random.Random(seed)

