@@ -166,8 +166,8 @@ class Scheduler:
             if (missing := self.holds.missing(seq)) is not None:
                 self.finish(seq, "error", missing)
                 continue
-            if not self.block_manager.can_allocate(seq):
-                if self.running or not self._drop_youngest_hold():
+            if not self.holds.can_allocate(seq):
+                if self.running or not self._drop_youngest_hold(seq):
                     break
                 continue
             self.waiting.popleft()
@@ -179,7 +179,7 @@ class Scheduler:
         self.block_manager.allocate(seq)
         if self.image_token_id is not None:
             self.block_manager.try_partial_recompute(seq, self.image_token_id)
-        self.holds.give_blocks(seq)
+        self.holds.keep_rows(seq)
         seq.status = SequenceStatus.RUNNING
         insort(self.running, seq, key=lambda s: s.seq_id)
         self.rows.take(seq)
@@ -214,15 +214,15 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Back to the head of the queue without KV; it will be recomputed, prompt and generated tokens alike."""
         self._stop_running(seq)
-        self.holds.give(seq)
-        self.holds.take_rows(seq)
+        self.holds.keep_rows(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
         self.stats.preemptions += 1
 
-    def _drop_youngest_hold(self) -> bool:
-        """Ends the youngest waiting sequence that pins blocks, so that others can have them; False if there is none."""
-        seq = next((seq for seq in reversed(self.waiting) if seq.held_blocks), None)
+    def _drop_youngest_hold(self, head: Sequence | None = None) -> bool:
+        """Ends the youngest waiting sequence that pins blocks, or would have to as `head`, so that others can have
+        them; False if there is none."""
+        seq = next((seq for seq in reversed(self.waiting) if seq.held_blocks or seq is head), None)
         if seq is not None:
             names = [image.caller_hash for image in seq.images if image.pixels is None]
             self.finish(seq, "error", f"the KV of images {names}, which came without pixel_values, had to make room: "
