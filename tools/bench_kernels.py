@@ -66,11 +66,15 @@ def time_ms(run: Run, sets: int, eager: bool) -> float:
     """Milliseconds of one call: the median of several rounds."""
     for i in range(min(sets, 3)):
         run(i)
+    if GPU:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run(0)
     if not GPU:
-        begin = time.perf_counter()
-        run(0)
         return (time.perf_counter() - begin) * 1e3
-    calls = max(sets, 8)
+    torch.cuda.synchronize()
+    slow = time.perf_counter() - begin > 5e-3
+    calls, num_rounds = (2, 4) if slow else (max(sets, 8), 11)
 
     def all_calls() -> None:
         for i in range(calls):
@@ -83,7 +87,7 @@ def time_ms(run: Run, sets: int, eager: bool) -> float:
             all_calls()
         all_calls = graph.replay
     rounds = []
-    for _ in range(4 if eager else 11):
+    for _ in range(num_rounds):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         all_calls()
