@@ -18,5 +18,5 @@ class VocabEmbedding(nn.Module):
         return F.embedding(token_ids, self.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 `[rows, vocab_size]` of hidden `[rows, hidden_size]`, multiplied in the dtype of the weights."""
-        return F.linear(hidden, self.weight).float()
+        """`[rows, vocab_size]` of hidden `[rows, hidden_size]`, in the dtype of the weights."""
+        return F.linear(hidden, self.weight)
