@@ -235,12 +235,24 @@ def test_nobody_waits_for_an_image_that_is_there_already() -> None:
     quick = harness.add([5, CAT, 6])
     assert harness.step() == [slow, quick] and quick.usage.images_reused == 1
     harness.run()
-    done = harness.add([7, CAT, 8], max_tokens=9)
+    done = harness.add([7, CAT, 8], max_tokens=9, recompute_ratio=0.0)
     harness.step()
     for entry in harness.live_entries():
         harness.manager.image_kv.drop(entry)
     late = harness.add([9, CAT, 9])
     assert harness.step() == [done, late]
+    harness.run()
+
+
+def test_nobody_waits_for_an_image_that_is_only_reused() -> None:
+    harness = engine(max_num_batched_tokens=16)
+    harness.generate([1, CAT, 2])
+    reusing = harness.add([*[3] * 15, CAT, 4])
+    harness.step()
+    for entry in harness.live_entries():
+        harness.manager.image_kv.drop(entry)
+    other = harness.add([5, CAT, 6])
+    assert harness.step() == [reusing, other]
     harness.run()
 
 
