@@ -20,8 +20,8 @@ class PagedAttention(nn.Module):
         self.scale = config.head_dim**-0.5
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias, backend.fused)
+        self.o_proj = Linear(q_size, config.hidden_size, config.o_bias, backend.fused)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
