@@ -70,7 +70,8 @@ class LLMEngine:
 
         Raises ValueError for bad input, and then nothing is queued.
         """
-        request = self.build_request(prompt, sampling_params or SamplingParams(), mm_inputs, perf_counter())
+        params = SamplingParams() if sampling_params is None else sampling_params
+        request = self.build_request(prompt, params, mm_inputs, perf_counter())
         self.queue(request)
         return request.seq.seq_id
 
@@ -228,6 +229,8 @@ class LLMEngine:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}: {params!r:.80}")
         vocab, layers = self.config.model_config.text.vocab_size, self.config.model_config.text.num_layers
         if isinstance(params.recompute_ratio, tuple) and len(params.recompute_ratio) != layers:
             raise ValueError(f"recompute_ratio has {len(params.recompute_ratio)} numbers: give one number, or one for "
