@@ -1,13 +1,15 @@
-"""Matrix products whose weights are allocated but never initialised, for a loader fills every one of them."""
+"""Matrix products, whole or split over ranks, whose weights no constructor fills, for a loader fills every one."""
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.parallel import ALONE, Part, TensorParallel
+
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias` for x `[..., in_features]`; weight `[out_features, in_features]`."""
+    """`x @ weight.T + bias` for x `[..., in_features]`; weight `[out_features, in_features]`, whole on every rank."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
@@ -18,13 +20,37 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class MergedLinear(Linear):
-    """Several projections of one input as one matrix, rows in the order of `parts` (name in a checkpoint -> rows)."""
+class ColumnLinear(Linear):
+    """Each rank computes its `parts` of the outputs, one behind the other, of an input that all ranks have whole."""
 
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
-        super().__init__(in_features, sum(parts.values()), bias)
+    def __init__(self, in_features: int, parts: tuple[Part, ...], bias: bool = False) -> None:
+        super().__init__(in_features, sum(part.size for part in parts), bias)
+        self.parts = parts
+
+
+class MergedLinear(Linear):
+    """Several projections of one input as one matrix, this rank's rows of each in the order of `parts`, whose keys are
+    their names in a checkpoint."""
+
+    def __init__(self, in_features: int, parts: dict[str, Part], bias: bool = False) -> None:
+        super().__init__(in_features, sum(part.size for part in parts.values()), bias)
         self.parts = parts
 
     def forward_parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """The projections one by one: views `[..., rows]` of the one product, not contiguous."""
-        return self(x).split(tuple(self.parts.values()), dim=-1)
+        return self(x).split([part.size for part in self.parts.values()], dim=-1)
+
+
+class RowLinear(Linear):
+    """Each rank multiplies its share of the inputs, and all get the sum: it takes what a column-split layer made."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False,
+                 parallel: TensorParallel = ALONE) -> None:
+        self.part = parallel.split(in_features)
+        super().__init__(self.part.size, out_features, bias)
+        self.parallel = parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., out_features]`, the same on every rank, of this rank's x `[..., in_features / ranks]`."""
+        bias = self.bias if self.parallel.rank == 0 else None       # once in the sum
+        return self.parallel.sum(F.linear(x, self.weight, bias))

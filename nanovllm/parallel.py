@@ -1,0 +1,133 @@
+"""One rank's place in tensor parallelism: its share of every size, and what it sends to and gets from the others."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT = timedelta(minutes=5)     # of a rank that waits for another one
+
+
+@dataclass(frozen=True)
+class Part:
+    """The stretch [start, stop) of an axis of `total` that a rank keeps; in its tensors it has `size`, zeros behind."""
+
+    total: int
+    start: int
+    stop: int
+    size: int
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A rank of `size`, given to whatever is split; every rank makes the same calls in the same order.
+
+    `group` connects the ranks; None where there is only one, and then every call returns what it was given. With
+    `spread_images` the vision tower is whole on every rank, and each encodes other images.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.Backend | None = None
+    spread_images: bool = False
+
+    @property
+    def vision(self) -> TensorParallel:
+        """What the vision tower is split by."""
+        return ALONE if self.spread_images else self
+
+    # ------------------------------------------------------------ shares
+
+    def split(self, total: int, first: int = 0, among: int | None = None) -> Part:
+        """An equal share, rounded up, of the `total` places from `first` on; `among`: length of the whole axis."""
+        size = -(-total // self.size)
+        start, stop = (min(rank * size, total) for rank in (self.rank, self.rank + 1))
+        return Part(total if among is None else among, first + start, first + stop, size)
+
+    def split_kv(self, num_kv_heads: int, head_dim: int) -> Part:
+        """The share of key or value heads, in rows; where there are fewer heads than ranks, each has copies."""
+        if self.size <= num_kv_heads:
+            return self.split(num_kv_heads * head_dim)
+        start = self.rank * num_kv_heads // self.size * head_dim
+        return Part(num_kv_heads * head_dim, start, start + head_dim, head_dim)
+
+    def num_kv_heads(self, total: int) -> int:
+        """KV heads on each rank."""
+        return self.split_kv(total, 1).size
+
+    # ------------------------------------------------------------ traffic
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x summed over the ranks, in place: contiguous, of any shape, the same on all of them."""
+        if self.group is not None:
+            options = dist.AllreduceOptions()
+            options.asyncOp = False
+            _wait(self.group.allreduce([x], options))
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """On rank 0 all ranks' x `[rows, n]` side by side, `[rows, size * n]`; elsewhere the rank's own x."""
+        if self.group is None:
+            return x
+        options = dist.GatherOptions()
+        options.rootRank, options.asyncOp = 0, False
+        parts = [torch.empty_like(x) for _ in range(self.size if self.rank == 0 else 0)]
+        _wait(self.group.gather([parts] if parts else [], [x], options))
+        return torch.cat(parts, dim=-1) if parts else x
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """x of rank `source`, written over that of the others: contiguous, of one shape and dtype on all of them."""
+        if self.group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.asyncOp = source, False
+            _wait(self.group.broadcast([x], options))
+        return x
+
+    def abort(self) -> None:
+        """Breaks off whatever this rank waits for, from any thread; the group is of no use any more."""
+        if self.group is not None:
+            self.group.abort()
+
+    def smallest(self, values: list[int], device: torch.device) -> list[int]:
+        """The smallest of the ranks' numbers, place by place."""
+        if self.group is None:
+            return values
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp.MIN, False
+        numbers = torch.tensor(values, dtype=torch.int64, device=device)
+        _wait(self.group.allreduce([numbers], options))
+        return numbers.tolist()
+
+
+ALONE = TensorParallel()
+
+
+def _wait(work: dist.Work | None) -> None:
+    """Until the result may be used; on a GPU that is the current stream's matter, not the host's."""
+    if work is not None:
+        work.wait()
+
+
+# ---------------------------------------------------------------- groups
+
+def connect(store: dist.Store, rank: int, size: int, device: torch.device, spread_images: bool) -> TensorParallel:
+    """This rank with a group of its own over `store`, NCCL on GPUs and gloo on CPUs; no other group is touched.
+
+    Raises RuntimeError if not all ranks have called it within `TIMEOUT`.
+    """
+    kind = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+    return TensorParallel(rank, size, kind(store, rank, size, timeout=TIMEOUT), spread_images)
+
+
+def host_store() -> dist.TCPStore:
+    """A store where ranks on this machine find each other; the system chooses its port, so that none is taken."""
+    return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def join_store(port: int) -> dist.TCPStore:
+    """The store that another process of this machine hosts."""
+    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
