@@ -33,7 +33,8 @@ class LLM(LLMEngine):
         included, the call's requests are gone, their blocks are free, and the engine can be used on.
         """
         arrival = perf_counter()
-        requests = [self.build_request(*request, arrival) for request in split_prompts(prompts, sampling_params, mm_inputs)]
+        requests = [self.build_request(*request, arrival)
+                    for request in split_prompts(prompts, sampling_params, mm_inputs)]
         mine = [request.seq.seq_id for request in requests]
         wanted = set(mine)
         outputs: dict[int, RequestOutput] = {}

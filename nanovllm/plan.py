@@ -47,7 +47,7 @@ class ImageRows:
 
     key: Hashable
     num_rows: int                          # rows of the whole image
-    block_ids: tuple[int, ...] | None      # where they lie in the encoder cache; None: encoded by this very step, uncached
+    block_ids: tuple[int, ...] | None      # where they lie in the encoder cache; None: encoded by this step
     first: int
     stop: int
     target: int
@@ -55,7 +55,7 @@ class ImageRows:
 
 @dataclass(frozen=True, slots=True)
 class KVCopy:
-    """KV of `num_tokens` tokens goes from one block table to another, keys rotated by `delta` positions on every axis."""
+    """KV of some tokens goes from one block table to another, keys turned by `delta` positions on every axis."""
 
     source_blocks: tuple[int, ...]
     source_start: int                      # index in the source sequence of the first token

@@ -42,6 +42,12 @@ def run(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams | Sequence[S
     return [outputs[seq_id] for seq_id in seq_ids]
 
 
+def generate(llm: LLM, *prompts: Any, **options: Any) -> list[RequestOutput]:
+    """Greedy outputs (8 tokens unless told otherwise) of prompts, given as `Prompt` or as `LLM.generate` takes them."""
+    return llm.generate([getattr(each, "token_ids", each) for each in prompts], greedy(**({"max_tokens": 8} | options)),
+                        mm_inputs=[getattr(each, "mm_inputs", None) for each in prompts], use_tqdm=False)
+
+
 def check(llm: LLM) -> None:
     llm.scheduler.check_integrity()
     llm.scheduler.encoder_cache.check_integrity()

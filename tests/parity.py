@@ -59,7 +59,8 @@ RUNS = (
     Run("budget 256", options=(("enable_prefix_caching", False), ("max_num_batched_tokens", 256))),
     Run("cold, warm", passes=2),
     Run("cold, warm, budget 64, small blocks", SMALL_BLOCK, passes=2, options=(("max_num_batched_tokens", 64),)),
-    Run("small pool", SMALL_BLOCK, small_pool=True, options=(("max_num_batched_tokens", 256),)),
+    Run("small pool, overlap", SMALL_BLOCK, small_pool=True,
+        options=(("max_num_batched_tokens", 256), ("overlap", True))),
     Run("small pool, no prefix cache", SMALL_BLOCK, small_pool=True,
         options=(("enable_prefix_caching", False), ("max_num_batched_tokens", 64))),
 )
@@ -233,8 +234,8 @@ def main() -> None:
     for case, outcome in compare_seeds(range(args.first, args.first + args.cases)):
         lengths = "+".join(str(len(each)) for each in case.prompts)
         model, verdict = "qwen2_5_vl" if case.multimodal else "qwen3", "yes" if outcome.tokens_equal else "NO"
-        print(f"{case.seed:4}  {model:10}  {case.kinds:>10}  {lengths:>13}  {verdict:>12}  {outcome.max_difference:22.2e}  "
-              f"{outcome.preemptions:11}  {outcome.cached_tokens:6}", flush=True)
+        print(f"{case.seed:4}  {model:10}  {case.kinds:>10}  {lengths:>13}  {verdict:>12}  "
+              f"{outcome.max_difference:22.2e}  {outcome.preemptions:11}  {outcome.cached_tokens:6}", flush=True)
         equal += outcome.tokens_equal
         total.max_difference = max(total.max_difference, outcome.max_difference)
         total.preemptions += outcome.preemptions

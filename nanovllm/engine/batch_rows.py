@@ -1,4 +1,4 @@
-"""One row of numbers for each running sequence, so that a step is planned by indexing arrays, not by visiting objects."""
+"""One row of numbers for each running sequence, so that a step is planned by indexing arrays."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -38,6 +38,7 @@ class BatchRows:
 
     def take(self, seq: Sequence) -> None:
         row = seq.row = self.free.pop()
+        seq.resets_row = True
         params = seq.sampling_params
         self.num_blocks[row] = 0
         self.block_tables[row] = 0

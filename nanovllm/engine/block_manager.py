@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Sequence as SequenceOf
+from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as SequenceOf
 
 from nanovllm.engine import image_reuse
 from nanovllm.engine.block_pool import BlockPool
@@ -22,7 +23,8 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, recompute_ratio: float | SequenceOf[float] = 0.0, *,
-                 enable_prefix_caching: bool = True, image_kv_variants: int = 4, reuse_any_ordinal: bool = False) -> None:
+                 enable_prefix_caching: bool = True, image_kv_variants: int = 4,
+                 reuse_any_ordinal: bool = False) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.recompute_ratio = recompute_ratio
@@ -244,7 +246,6 @@ class BlockManager:
         """Records images of a sequence whose rows were all computed in full, which is the caller's to know."""
         for index in range(len(seq.images)) if indices is None else indices:
             image = seq.images[index]
-            seq.stored_images.add(index)
             inexact_from = seq.approximate_from
             self.image_kv.put(ImageKVEntry(
                 held_table(seq.block_table, image.start, image.stop, self.block_size), image.start, image.stop,

@@ -13,6 +13,7 @@ class EncoderCacheEntry:
     block_ids: list[int]
     num_rows: int
     is_written: bool = False
+    is_freed: bool = False      # its blocks go back with the last pin
     pins: int = 0
 
     @property
@@ -58,10 +59,11 @@ class EncoderCacheTable:
         entry = self.entries.get(key)
         if entry is not None and entry.num_rows == num_rows:
             self.entries.move_to_end(key)
-            entry.is_written = False
+            entry.is_written = entry.is_freed = False
             return list(entry.block_ids)
         if entry is not None:
-            self.free(key)
+            assert entry.pins == 0, f"{key} is read as an image of {entry.num_rows} rows, not {num_rows}"
+            self._drop(key)
         if not self.can_allocate(num_rows):
             raise ValueError(f"an encoder cache of {self.num_blocks} blocks of {self.block_size} rows has no room for "
                              f"{num_rows} rows; ask can_allocate first, or raise encoder_cache_ratio")
@@ -86,6 +88,10 @@ class EncoderCacheTable:
         self.entries.move_to_end(key)
         return list(entry.block_ids)
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether the rows of `key` are written; neither a hit nor a miss."""
+        return key in self.entries and self.entries[key].is_written
+
     def pin(self, key: Hashable) -> None:
         """The entry stays until `unpin`, which is called as often as this."""
         self.entries[key].pins += 1
@@ -94,11 +100,15 @@ class EncoderCacheTable:
         entry = self.entries[key]
         assert entry.pins > 0, f"{key} is not pinned"
         entry.pins -= 1
+        if entry.is_freed and entry.pins == 0:
+            self._drop(key)
 
     def free(self, key: Hashable) -> None:
-        """Gives the blocks of `key` back, written or not; it must not be pinned, and need not be there."""
-        if key in self.entries:
-            assert self.entries[key].pins == 0, f"{key} is pinned"
+        """Gives the blocks of `key` back, written or not; while pinned it is a miss. It need not be there."""
+        entry = self.entries.get(key)
+        if entry is not None and entry.pins:
+            entry.is_freed, entry.is_written = True, False
+        elif entry is not None:
             self._drop(key)
 
     def clear(self) -> None:

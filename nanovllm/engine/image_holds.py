@@ -21,8 +21,8 @@ class ImageHolds:
         for index in self.block_manager.images_to_compute(seq):
             image = seq.images[index]
             if by_name_only(image) and image.key not in self.encoder_cache:
-                return (f"image {index} of the prompt (image_hashes: {image.caller_hash}) came without pixel_values and is no longer, or "
-                        f"was never, cached: pass its pixel_values")
+                return (f"image {index} of the prompt (image_hashes: {image.caller_hash}) came without pixel_values, "
+                        f"and what it needs is not cached, or no longer: pass its pixel_values")
         return None
 
     def take(self, seq: Sequence) -> None:

@@ -48,9 +48,9 @@ class ImageKVTable:
             return None
         if ordinal is None:
             return next(reversed(variants.values()))
-        if ordinal not in variants and nearest:
-            ordinal = min(variants, key=lambda other: (abs(other - ordinal), other))
-        return variants.get(ordinal)
+        if ordinal in variants or not nearest:
+            return variants.get(ordinal)
+        return min(variants.values(), key=lambda entry: (abs(entry.ordinal - ordinal), entry.ordinal))
 
     def put(self, entry: ImageKVEntry) -> None:
         """Records an entry; one of the same image and ordinal gives way only if it is not exact and the new one is."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 
 from nanovllm.engine.encoder_cache_table import EncoderCacheTable
 from nanovllm.engine.scheduled import ScheduledStep
@@ -16,11 +17,13 @@ class ImagePlanner:
     """Reads rows from the encoder cache, encodes an image once a step at most, and only if a row of it is needed.
 
     Keys that a step reads or writes stay pinned until its result is in, so nothing of the same or the next step can
-    take their place. Rows count as cached only once the step that encoded them has succeeded.
+    take their place. Rows count as cached only once the step that encoded them has succeeded; a step that follows one
+    in flight may read what that one encodes, since it is dropped with it.
     """
 
     def __init__(self, encoder_cache: EncoderCacheTable) -> None:
         self.encoder_cache = encoder_cache
+        self.coming: dict[Hashable, tuple[int, ...]] = {}       # encoder cache blocks that steps in flight are filling
 
     def plan(self, step: ScheduledStep, seq: Sequence, spans: list[Range]) -> None:
         """Adds to the step what the image placeholders in these spans of a sequence need."""
@@ -37,11 +40,13 @@ class ImagePlanner:
     def _rows_of(self, step: ScheduledStep, seq: Sequence, image: ImageItem) -> tuple[int, ...] | None:
         if image.key in step.encoding:
             return step.encoding[image.key]
-        held = self.encoder_cache.get_block_ids(image.key)
+        held = self.coming.get(image.key) or self.encoder_cache.get_block_ids(image.key)
         block_ids = None if held is None else tuple(held)
         if block_ids is None:
             block_ids = self._make_room(image)
             step.encodes.append(ImageEncode(image.key, image.grid, image.pixels, block_ids, seq.seq_id))
+            if block_ids is not None:
+                self.coming[image.key] = block_ids
         if block_ids is not None:
             self.encoder_cache.pin(image.key)
             step.pinned.append(image.key)
@@ -59,6 +64,7 @@ class ImagePlanner:
         """The step succeeded: its encoded rows may be read by others."""
         for encode in step.encodes:
             if encode.block_ids is not None:
+                del self.coming[encode.key]
                 self.encoder_cache.mark_written(encode.key)
         self._unpin(step)
 
@@ -67,6 +73,7 @@ class ImagePlanner:
         self._unpin(step)
         for encode in step.encodes:
             if encode.block_ids is not None:
+                del self.coming[encode.key]
                 self.encoder_cache.free(encode.key)
 
     def _unpin(self, step: ScheduledStep) -> None:

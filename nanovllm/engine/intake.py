@@ -52,7 +52,7 @@ class ImageNames:
         identify(seq.images, seq.sampling_params.cache_salt)
         for image in seq.images:
             if image.caller_hash is not None:
-                image.key = image.kv_key = (*image.key, self._fingerprint(image))
+                image.key = image.kv_key = (image.key, self._fingerprint(image))
         seq.image_hashes = [image.key for image in seq.images]
         return perf_counter() - start
 
@@ -79,7 +79,7 @@ def split_prompts(prompts: Any, params: Any, mm_inputs: Any) -> list[tuple[Any, 
     params = SamplingParams() if params is None else params
     params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if isinstance(mm_inputs, Mapping):
-        raise ValueError(f"mm_inputs is one dict for {len(prompts)} prompts: give a list with one dict or None for each")
+        raise ValueError(f"mm_inputs is one dict for {len(prompts)} prompts: give a list with one for each")
     mm_inputs = [None] * len(prompts) if mm_inputs is None else list(mm_inputs)
     for name, values in (("sampling_params", params), ("mm_inputs", mm_inputs)):
         if len(values) != len(prompts):

@@ -77,8 +77,7 @@ class LLMEngine:
     def build_request(self, prompt: Any, params: SamplingParams, mm_inputs: Mapping[str, Any] | None,
                       arrival: float) -> Request:
         """A checked request that is not queued yet."""
-        if not self._close.alive:
-            raise RuntimeError("this engine was closed by exit(): make a new LLM")
+        self._check_open()
         self._check_params(params)
         seq = build_sequence(prompt, params, mm_inputs, self.config.model_config, self._tokenize)
         self.scheduler.check(seq)
@@ -108,19 +107,21 @@ class LLMEngine:
 
         With overlap, what is taken in is the step before: the host plans while the device computes.
         """
+        self._check_open()
         try:
             seqs, _ = self.scheduler.schedule()
             if seqs:
                 step = self.scheduler.in_flight[-1]
                 self.launched.append((step, self.runner.launch(self.planner.plan(step))))
-            if self.launched and not (seqs and self.overlap and len(self.launched) == 1):
+            busy = bool(self.launched)
+            if busy and not (seqs and self.overlap and len(self.launched) == 1):
                 self._take_in()
         except BaseException:
             self.abandon_steps()
             raise
         outputs, self.unclaimed = self.unclaimed, []
         outputs += [self._output(seq) for seq in self.scheduler.take_finished()]
-        assert seqs or self.launched or outputs or self.scheduler.is_finished(), "requests wait, and none can run"
+        assert busy or outputs or self.scheduler.is_finished(), "requests wait, and none can run"
         return outputs
 
     def abandon_steps(self) -> None:
@@ -210,6 +211,10 @@ class LLMEngine:
     def exit(self) -> None:
         """Gives the device memory back; the engine takes no more requests. Calling it again does nothing."""
         self._close()
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise RuntimeError("this engine was closed by exit(): make a new LLM")
 
     # ------------------------------------------------------------ text
 

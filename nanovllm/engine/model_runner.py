@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.attention import select_backend
 from nanovllm.config import Config
 from nanovllm.engine.encoder_cache_manager import EncoderCacheManager
 from nanovllm.layers.sampler import Sampler, SamplerOutput, logprob_dicts
@@ -63,13 +63,15 @@ class ModelRunner:
         self.device = pick_device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         allocated_before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        self.model = build_model(config.model_config, TorchBackend(), self.dtype, self.device)
+        backend = select_backend(config.attention_backend, self.device)
+        self.model = build_model(config.model_config, backend, self.dtype, self.device)
         if config.load_format == "dummy":
             init_dummy_weights(self.model, DUMMY_SEED)
         else:
             load_weights(self.model, config.model)
         text = config.model_config.text
         self.sampler = Sampler(text.vocab_size, config.max_num_seqs, known_vocab, self.device)
+        self.last_ids = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)     # by batch row
         self.max_patches_a_call = max_patches_a_call(config)
         sizes = self._size_caches(allocated_before)
         self.num_kvcache_blocks, self.encoder_num_blocks = sizes.num_kvcache_blocks, sizes.encoder_num_blocks
@@ -84,7 +86,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepInFlight:
-        """Queues the work of one step on the device; on a GPU it is still to be done when this returns."""
+        """Queues the work of one step on the device; on a GPU it is still to be done when this returns.
+
+        The next step may be launched before this one is collected: `StepPlan.fed` takes its ids from the device.
+        """
         sampled, encoded = self._compute(plan, self.kv_cache)
         if self.device.type == "cpu":
             return StepInFlight(sampled, encoded, None)
@@ -108,7 +113,7 @@ class ModelRunner:
     def close(self) -> None:
         """Gives the device memory back; the runner carries out no step any more."""
         self.encoder_cache.release_rows()
-        del self.model, self.kv_cache, self.sampler
+        del self.model, self.kv_cache, self.sampler, self.last_ids
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -119,7 +124,11 @@ class ModelRunner:
         if plan.copies:
             move_kv(kv_cache, plan.copies, self.model.model.rotary_emb.inv_freq)
         encoded, uncached = self._encode(plan)
-        hidden = self.model.embed(to_device(plan.token_ids, self.device))           # [tokens, hidden]
+        token_ids = to_device(plan.token_ids, self.device)
+        if plan.fed.shape[1]:
+            tokens, seq_rows = to_device(plan.fed, self.device)
+            token_ids[tokens] = self.last_ids[seq_rows]
+        hidden = self.model.embed(token_ids)            # [tokens, hidden]
         for rows in plan.image_rows:
             image = (uncached[rows.key][rows.first:rows.stop] if rows.block_ids is None
                      else self.encoder_cache.read(rows.block_ids, rows.stop, rows.first))
@@ -145,7 +154,10 @@ class ModelRunner:
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> SamplerOutput:
         logits = self.model.compute_logits(hidden.index_select(0, to_device(plan.logits_rows, self.device)))
-        return self.sampler(logits, sampling_inputs(plan, logits.shape[1], self.device))
+        inputs = sampling_inputs(plan.sampling, plan.penalty_resets, logits.shape[1], self.device)
+        sampled = self.sampler(logits, inputs)
+        self.last_ids[to_device(plan.sampling.seq_rows, self.device)] = sampled.token_ids
+        return sampled
 
     # ------------------------------------------------------------ memory
 

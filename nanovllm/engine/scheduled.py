@@ -17,7 +17,7 @@ class ScheduledSeq:
     end: int                    # where `num_computed` stands when the step is done
     samples: bool               # its last known token is computed, so it gets the next one
     token_index: int            # of the token that it samples, counted from the end of the prompt
-    resets_row: bool            # first step since it took its batch row
+    resets_row: bool            # first step since it took its batch row, or since one failed
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ def uncovered(start: int, stop: int, skips: list[Range]) -> list[Range]:
 
 def take_rows(start: int, stop: int, skips: list[Range], room: int) -> tuple[list[Range], int]:
     """Ranges of at most `room` rows of [start, stop) that are not skipped, and where the next ones would begin."""
-    spans = []
+    spans: list[Range] = []
     for a, b in uncovered(start, stop, skips):
         if room == 0:
             return spans, a

@@ -13,7 +13,7 @@ from nanovllm.engine.encoder_cache_table import EncoderCacheTable
 from nanovllm.engine.image_holds import ImageHolds
 from nanovllm.engine.image_planner import ImagePlanner
 from nanovllm.engine.scheduled import ScheduledSeq, ScheduledStep, take_rows
-from nanovllm.engine.sequence import Range, Sequence, SequenceStatus
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.metrics import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ class Scheduler:
         seq.max_tokens = room if seq.max_tokens is None else min(seq.max_tokens, room)
         params = seq.sampling_params
         seq.seed = self.rows.draw_seed() if params.seed is None else params.seed
-        seq.stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        ends = frozenset() if params.ignore_eos else self.eos_token_ids
+        seq.stop_ids = ends.union(params.stop_token_ids or ())
         self.holds.take(seq)
         self.waiting.append(seq)
 
@@ -207,7 +208,8 @@ class Scheduler:
         self.images.plan(step, seq, spans)
         samples = end == seq.num_tokens
         step.entries.append(ScheduledSeq(seq, spans, end, samples, seq.num_completion_tokens + seq.num_pending,
-                                         resets_row=start == seq.num_cached_tokens))
+                                         seq.resets_row))
+        seq.resets_row = False
         step.num_tokens += sum(b - a for a, b in spans)
         step.is_prefill |= start < seq.num_prompt_tokens
         seq.num_planned = end
@@ -227,8 +229,8 @@ class Scheduler:
         seq = next((seq for seq in reversed(self.waiting) if seq.held_blocks), None)
         if seq is not None:
             names = [image.caller_hash for image in seq.images if image.pixels is None]
-            self.finish(seq, "error", f"the KV of images {names}, which came without pixel_values, had to make room for "
-                                      f"running requests: pass their pixel_values, or give the pool more memory")
+            self.finish(seq, "error", f"the KV of images {names}, which came without pixel_values, had to make room: "
+                                      f"pass their pixel_values, or give the pool more memory")
         return seq is not None
 
     def _stop_running(self, seq: Sequence) -> None:
@@ -239,7 +241,7 @@ class Scheduler:
     # ------------------------------------------------------------ results
 
     def postprocess(self, seqs: list[Sequence], token_ids: SequenceOf[int]) -> None:
-        """Takes in the oldest step's result: one id per sequence, ignored where its last known token was not computed."""
+        """Takes in the oldest step's result: one id per sequence, ignored where its last token was not computed."""
         step = self.in_flight.popleft()
         assert step.seqs == seqs
         self.images.commit(step)
@@ -259,14 +261,16 @@ class Scheduler:
                 self._finish_if_done(seq)
 
     def abandon_steps(self) -> None:
-        """Undoes the planning of all steps in flight; their sequences can run again."""
-        for step in self.in_flight:
+        """Undoes the planning of all steps in flight; their sequences can run again, or end where that was asked."""
+        while self.in_flight:
+            step = self.in_flight.pop()         # the newest first: it may read what an older one was to write
             self.images.abandon(step)
             for seq in step.seqs:
-                seq.num_planned, seq.num_pending = seq.num_computed, 0
+                seq.num_planned, seq.num_pending, seq.resets_row = seq.num_computed, 0, True
                 if seq.reuse is not None and seq.reuse.pinned:
                     seq.reuse.copies_planned = False
-        self.in_flight.clear()
+                if seq.abort_requested and not seq.is_finished:
+                    self.finish(seq, "abort")
 
     def _store_images(self, seq: Sequence) -> None:
         """Offers every image whose rows are now all there, and all computed in full, to the image-KV table."""
@@ -275,11 +279,9 @@ class Scheduler:
         for index, image in enumerate(seq.images):
             if index in seq.stored_images or image.stop > seq.num_computed:
                 continue
-            reused = seq.reuse is not None and index in seq.reuse.images
-            if reused or (seq.approximate and _overlap(seq.approximate, (image.start, image.stop))):
-                seq.stored_images.add(index)
-            else:
+            if seq.is_computed_in_full(index):
                 self.block_manager.store_image_kv(seq, [index])
+            seq.stored_images.add(index)
 
     def _finish_if_done(self, seq: Sequence) -> None:
         if seq.token_ids[-1] in seq.stop_ids and seq.num_completion_tokens > seq.sampling_params.min_tokens:
@@ -294,7 +296,3 @@ class Scheduler:
         self.block_manager.check_integrity([*self.running, *self.waiting])
         assert all(seq.num_computed <= seq.num_planned <= seq.num_tokens for seq in self.running)
         assert len(self.rows.free) + len(self.running) == self.max_num_seqs
-
-
-def _overlap(one: Range, other: Range) -> bool:
-    return one[0] < other[1] and other[0] < one[1]

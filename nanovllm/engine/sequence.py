@@ -1,7 +1,8 @@
 """One request on its way through the engine: its tokens, its images, and how far its KV has come."""
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence as SequenceOf
+from collections.abc import Hashable
+from collections.abc import Sequence as SequenceOf
 from enum import Enum, auto
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ from nanovllm.metrics import Usage
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.block_manager import PrefixNode
     from nanovllm.engine.image_reuse import ReusePlan
+    from nanovllm.engine.prefix_tree import PrefixNode
 
 Range = tuple[int, int]        # [start, stop) of token indices in one sequence
 
@@ -58,6 +59,7 @@ class Sequence:
         self.position_delta = position_delta              # rotary position minus token index, behind the prompt
 
         self.row = -1                                     # batch row, held while running
+        self.resets_row = True                            # the sampler has yet to be told what this one holds
         self.block_table: list[int] = []
         self.num_planned = 0
         self.num_computed = 0
@@ -142,6 +144,12 @@ class Sequence:
         hit = [self.approximate[0]] if self.approximate else []
         reused = [self.reuse.first_row] if self.reuse else []
         return min(hit + reused, default=None)
+
+    def is_computed_in_full(self, index: int) -> bool:
+        """Whether no row of image `index` is reused KV, its own or that of an approximate prefix hit."""
+        image, hit = self.images[index], self.approximate
+        reused = self.reuse is not None and index in self.reuse.images
+        return not reused and (hit is None or hit[1] <= image.start or image.stop <= hit[0])
 
     # ------------------------------------------------------------ KV
 

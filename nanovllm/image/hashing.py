@@ -17,7 +17,7 @@ NUM_SAMPLES = 4096          # values in a fingerprint
 
 
 def content_hash(pixels: Any, grid: Sequence[int]) -> int:
-    """128-bit digest of `pixels` (torch tensor on any device or numpy array, any shape and dtype) under `grid` (t, h, w).
+    """128-bit digest of `pixels` (tensor on any device or numpy array, any shape and dtype) under `grid` (t, h, w).
 
     Equal pixels have equal digests whether they come as tensor or array, contiguous or not, in every process and
     for any number of threads. It guards against accidents, not against people who construct collisions.

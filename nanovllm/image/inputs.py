@@ -12,7 +12,8 @@ from nanovllm.image.hashing import content_hash, fingerprint
 from nanovllm.image.items import Grid, ImageItem, count_tokens
 from nanovllm.model_config import ModelConfig, VisionConfig
 
-MM_KEYS = ("pixel_values", "image_grid_thw", "image_hashes", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+MM_KEYS = ("pixel_values", "image_grid_thw", "image_hashes",
+           "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 # A processor's whole BatchFeature is welcome: what it says about the text is passed beside it as the prompt.
 TEXT_KEYS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 MAX_SECONDS_PER_GRID = 1e6      # keeps positions far inside int64
@@ -67,7 +68,7 @@ def expand_placeholders(
                 f"{name}s: write one placeholder for each in a string; pass already expanded prompts as token ids")
         total, limit = len(ids) - len(marks) + sum(counts), model_config.text.max_position_embeddings
         if total > limit:
-            raise ValueError(f"the prompt has {total} tokens with its {len(counts)} {name}s, but the model takes {limit}: "
+            raise ValueError(f"the prompt has {total} tokens with its {len(counts)} {name}s, the model takes {limit}: "
                              f"use fewer or smaller ones")
         repeats[marks] = counts
     expanded: list[int] = np.repeat(ids, repeats).tolist()
@@ -172,7 +173,8 @@ def _pixel_views(
     if len(pixels.shape) != 2 or pixels.shape[1] != vision.patch_dim:
         raise ValueError(f"{key} has shape {tuple(pixels.shape)}: this model takes [patches, {vision.patch_dim}]")
     if pixels.shape[0] != sum(sizes):
-        raise ValueError(f"{key} has {pixels.shape[0]} rows but {grid_key} asks for {sum(sizes)} patches ({_brief(sizes)})")
+        raise ValueError(
+            f"{key} has {pixels.shape[0]} rows but {grid_key} asks for {sum(sizes)} patches ({_brief(sizes)})")
     stops = np.cumsum(sizes, dtype=np.int64).tolist()
     return [pixels[stop - size:stop] for stop, size in zip(stops, sizes)]
 
@@ -212,7 +214,8 @@ def _seconds_per_grid(given: Mapping[str, Any], num_videos: int) -> list[float]:
         raise ValueError(f"mm_inputs has {len(seconds)} second_per_grid_ts but {num_videos} videos: one for each video")
     for value in seconds:
         if not 0 < value <= MAX_SECONDS_PER_GRID:
-            raise ValueError(f"second_per_grid_ts holds {value}: it must be above 0 and at most {MAX_SECONDS_PER_GRID:g}")
+            raise ValueError(
+                f"second_per_grid_ts holds {value}: it must be above 0 and at most {MAX_SECONDS_PER_GRID:g}")
     return seconds
 
 
@@ -232,8 +235,8 @@ def _placeholder_starts(
             return starts
     runs = np.split(pads, np.flatnonzero(np.diff(pads) > 1) + 1) if len(pads) else []
     raise ValueError(
-        f"the prompt holds {len(pads)} {name} placeholders (token {pad_id}) in runs of {_brief([len(r) for r in runs])}, "
-        f"but mm_inputs holds {len(grids)} {name}s of {_brief(counts)} tokens: "
+        f"the prompt holds {len(pads)} {name} placeholders (token {pad_id}) in runs of "
+        f"{_brief([len(r) for r in runs])}, but mm_inputs holds {len(grids)} {name}s of {_brief(counts)} tokens: "
         f"each needs as many placeholders as tokens, in a row and in the order of the grids")
 
 

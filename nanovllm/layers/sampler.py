@@ -181,11 +181,12 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise, float32 [n, vocab_size], a function of the key and the id of each value alone."""
     bits = uniform_bits(keys, vocab_size)
     # 32 bits as a number in (0, 1): the top 24 and the low 8 apart, each exact in float32. An exponential variable is
-    # -log(1 - u): u near 0, the end that wins draws, is where float32 is fine.
+    # -log(1 - u): u near 0, the end that wins draws, is where float32 is fine, but 1 - u is not: there by its series.
     uniform = ((bits >> 8) & 0xFFFFFF).float().mul_(2.0 ** -24)
     uniform += ((bits & 0xFF).float() + 0.5).mul_(2.0 ** -32)
-    exponential = uniform.clamp_(max=1 - 2.0 ** -24).neg_().log1p_().neg_()
-    return exponential.log_().neg_()
+    series = uniform + uniform * uniform * 0.5
+    by_log = (1 - uniform).clamp_(min=2.0 ** -24).log_().neg_()
+    return torch.where(uniform < 2.0 ** -10, series, by_log).log_().neg_()
 
 
 def uniform_bits(keys: Tensor, vocab_size: int) -> Tensor:

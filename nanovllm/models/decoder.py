@@ -60,6 +60,8 @@ class Decoder(nn.Module):
                 if (rows := stage.rows) is not None:
                     hidden, cos, sin = (rowwise.index_select(0, rows) for rowwise in (hidden, cos, sin))
                     residual = None if residual is None else residual.index_select(0, rows)
+                if not spans.q_lens:        # every row left to reused KV: none goes further
+                    break
             hidden, residual = layer(hidden, residual, (cos, sin), kv_cache[index], spans)
         return self.norm.add_and_norm(hidden, residual)[0]
 

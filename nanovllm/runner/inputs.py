@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.attention.contract import SpanBatch
 from nanovllm.layers.sampler import LogprobRows, PenaltyRows, RandomRows, SamplingInputs, SeenResets
 from nanovllm.models.layer_stage import LayerStage
-from nanovllm.plan import IntArray, SamplingBatch, SpanTable, Stage, StepPlan
+from nanovllm.plan import IntArray, SamplingBatch, SpanTable, Stage
 
 MAX_DRAWN_VALUES = 1 << 24      # logits that one group of random rows holds at most: bounds the sampler's memory
 
@@ -47,7 +47,7 @@ def span_batch(spans: SpanTable, block_size: int, device: torch.device) -> SpanB
         block_tables=to_device(spans.block_tables.astype(np.int32), device),
         slot_mapping=to_device(span_slots(spans, block_size), device),
         q_lens=tuple(spans.lengths.tolist()), k_lens=tuple(k_lens.tolist()),
-        max_seqlen_q=int(spans.lengths.max()), max_seqlen_k=int(k_lens.max()))
+        max_seqlen_q=int(spans.lengths.max(initial=0)), max_seqlen_k=int(k_lens.max(initial=0)))
 
 
 def layer_stages(stages: Sequence[Stage], block_size: int, device: torch.device) -> list[LayerStage]:
@@ -57,13 +57,13 @@ def layer_stages(stages: Sequence[Stage], block_size: int, device: torch.device)
 
 # ---------------------------------------------------------------- sampling
 
-def sampling_inputs(plan: StepPlan, vocab_size: int, device: torch.device) -> SamplingInputs:
-    """What the sampler needs to know; a pass that no row of the batch wants is None or empty."""
-    batch = plan.sampling
+def sampling_inputs(batch: SamplingBatch, resets: Sequence[tuple[int, IntArray]], vocab_size: int,
+                    device: torch.device) -> SamplingInputs:
+    """What the sampler needs to know (resets: `StepPlan.penalty_resets`); a pass that no row wants is None or empty."""
     return SamplingInputs(
         random=tuple(_random_rows(batch, rows, vocab_size, device) for rows in _random_groups(batch, vocab_size)),
         penalty=_penalty_rows(batch, device),
-        resets=_seen_resets(plan.penalty_resets, device),
+        resets=_seen_resets(resets, device),
         banned=to_device(np.array([(row, token) for row, ids in batch.banned for token in ids]).T, device)
         if any(ids for _, ids in batch.banned) else None,
         logprobs=_logprob_rows(batch, device))

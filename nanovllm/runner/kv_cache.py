@@ -65,7 +65,7 @@ def sizes_of_budget(budget: int, config: ModelConfig, block_size: int, dtype: to
 
 def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros; on the CPU the system backs its pages with memory as they are written."""
-    if device.type != "cpu":
+    if device.type != "cpu" or not prod(shape):
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(tuple(shape))
 

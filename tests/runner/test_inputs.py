@@ -1,0 +1,54 @@
+"""Slots and span lengths against plain loops over tokens."""
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.plan import SpanTable, Stage
+from nanovllm.runner.inputs import block_slots, layer_stages, span_batch, to_device
+
+CPU = torch.device("cpu")
+
+
+def test_slots_of_a_block_table():
+    assert block_slots([7, 2, 5], 3, 10, 4).tolist() == [31, 8, 9, 10, 11, 20, 21]
+    assert block_slots((7,), 2, 2, 4).tolist() == []
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_span_batch_equals_a_loop_over_tokens(block_size):
+    rng = random.Random(block_size)
+    spans = [(rng.randrange(40), rng.choice([1, 1, rng.randint(1, 30)])) for _ in range(12)]
+    tables = [[rng.randrange(100) for _ in range(70 // block_size + 1)] for _ in spans]
+    starts, lengths = (np.array(column, np.int64) for column in zip(*spans))
+    batch = span_batch(SpanTable(starts, lengths, np.array(tables, np.int32)), block_size, CPU)
+    slots = [table[token // block_size] * block_size + token % block_size
+             for (start, length), table in zip(spans, tables) for token in range(start, start + length)]
+    assert batch.slot_mapping.tolist() == slots
+    assert batch.slot_mapping.dtype == torch.int64
+    assert batch.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(spans) + 1)]
+    assert batch.seqlens_k.tolist() == [start + length for start, length in spans] == list(batch.k_lens)
+    assert batch.q_lens == tuple(length for _, length in spans)
+    assert (batch.max_seqlen_q, batch.max_seqlen_k) == (max(lengths), max(starts + lengths))
+    assert batch.block_tables.tolist() == tables
+    assert {batch.cu_seqlens_q.dtype, batch.seqlens_k.dtype, batch.block_tables.dtype} == {torch.int32}
+
+
+def test_stages_keep_their_rows_and_may_be_empty():
+    table = np.zeros((1, 2), np.int32)
+    none = SpanTable(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 2), np.int32))
+    first, second = layer_stages([Stage(0, None, SpanTable(np.array([3]), np.array([2]), table)),
+                                  Stage(2, np.empty(0, np.int64), none)], 4, CPU)
+    assert first.rows is None and (first.first_layer, second.first_layer) == (0, 2)
+    assert second.rows is not None and second.rows.shape == (0,)
+    assert second.spans.q_lens == () and second.spans.cu_seqlens_q.tolist() == [0]
+
+
+def test_a_read_only_array_is_copied():
+    array = np.broadcast_to(np.arange(3), (2, 3))
+    tensor = to_device(array, CPU)
+    tensor += 1
+    assert array.tolist() == [[0, 1, 2]] * 2
