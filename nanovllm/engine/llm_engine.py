@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 
 from nanovllm.config import Config
 from nanovllm.engine.intake import ImageNames, build_sequence
-from nanovllm.engine.model_runner import ModelRunner, StepInFlight
+from nanovllm.engine.model_runner import StepInFlight
 from nanovllm.engine.planner import Planner
+from nanovllm.engine.ranked_runner import start_runner
 from nanovllm.engine.scheduled import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -50,7 +51,7 @@ class LLMEngine:
         known = np.zeros(model_config.text.vocab_size, bool)
         ids = np.fromiter(self.tokenizer.get_vocab().values(), np.int64)
         known[ids[ids < len(known)]] = True
-        self.runner = ModelRunner(self.config, known_vocab=known)
+        self.runner = start_runner(self.config, known)
         self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks, self.runner.encoder_cache)
         self.planner = Planner(self.scheduler.rows, self.config.kvcache_block_size,
                                num_axes=1 if model_config.text.rope.mrope_section is None else 3)
