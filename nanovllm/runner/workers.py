@@ -49,16 +49,24 @@ class Ranks:
         self.changed = threading.Condition()                # guards the two above
         self.stop, self.stopped = Pipe()
         self.watcher = threading.Thread(target=self._watch, name="nanovllm-ranks", daemon=True)
-        with self.together():
-            for rank in range(1, self.size):
-                self.connections[rank], self.processes[rank] = start_process()
-            self.watcher.start()
-            store, threads = host_store(), max(1, torch.get_num_threads() // self.size)
-            for rank, connection in self.connections.items():
-                send(connection, pack(Start(build, args, rank, self.size, store.port, str(devices[rank]), spread_images,
-                                            threads)))
-            self.await_ready(START_SECONDS)
-            self.parallel = connect(store, 0, self.size, devices[0], spread_images)
+        try:
+            with self.together():
+                self._start(devices, spread_images, build, args)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, devices: Sequence[torch.device], spread_images: bool, build: Callable[..., Any],
+               args: tuple[Any, ...]) -> None:
+        for rank in range(1, self.size):
+            self.connections[rank], self.processes[rank] = start_process()
+        self.watcher.start()
+        store, threads = host_store(), max(1, torch.get_num_threads() // self.size)
+        for rank, connection in self.connections.items():
+            send(connection, pack(Start(build, args, rank, self.size, store.port, str(devices[rank]), spread_images,
+                                        threads)))
+        self.await_ready(START_SECONDS)
+        self.parallel = connect(store, 0, self.size, devices[0], spread_images)
 
     # ------------------------------------------------------------ work
 
@@ -83,17 +91,17 @@ class Ranks:
         Ctrl-C waits until it is over; a second one does not.
         """
         self._check()
-        try:
-            with later_interrupts():
+        with later_interrupts():
+            try:
                 yield
-        except Exception as error:
-            self._blame(error)
-            if isinstance(error, (RankError, ValueError, FileNotFoundError)):
+            except Exception as error:
+                self._blame(error)
+                if isinstance(error, (RankError, ValueError, FileNotFoundError)):
+                    raise
+                raise RankError(self._message()) from error
+            except BaseException:
+                self._fail("rank 0 was interrupted")
                 raise
-            raise RankError(self._message()) from error
-        except BaseException:
-            self._fail("rank 0 was interrupted")
-            raise
 
     def _check(self) -> None:
         if self.failure is not None:
