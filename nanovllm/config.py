@@ -44,7 +44,7 @@ class Config:
     dtype: str = "auto"                     # of weights and KV: a torch dtype or its name; resolved to the name
     device: str | None = None               # "cuda" or "cpu"; None: cuda where there is one
     load_format: str = "auto"               # "dummy": random weights of the config's sizes
-    attention_backend: str = "auto"         # or "torch"
+    attention_backend: str = "auto"         # or "flash", "triton" or "torch"; "auto": the fastest there is
     overlap: bool | None = None             # plan the next step while the device runs this one; None: on a GPU
     seed: int | None = None                 # of requests without a seed of their own; None: a new one each time
     model_config: ModelConfig = field(init=False, repr=False)
@@ -71,7 +71,7 @@ class Config:
         dtype = str(self.dtype).removeprefix("torch.")
         check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("load_format", self.load_format, ("auto", "dummy"))
-        check_choice("attention_backend", self.attention_backend, ("auto", "torch"))
+        check_choice("attention_backend", self.attention_backend, ("auto", "flash", "triton", "torch"))
         check_choice("vision_parallel", self.vision_parallel, ("split", "data"))
         if self.overlap is not None:
             check_bool("overlap", self.overlap)

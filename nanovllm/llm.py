@@ -62,6 +62,7 @@ class LLM(LLMEngine):
         for seq_id in seq_ids:
             self.abort(seq_id)
             self.requests.pop(seq_id, None)
+            self.watched.pop(seq_id, None)
         self.scheduler.finished = [seq for seq in self.scheduler.finished if seq.seq_id not in seq_ids]
 
     def __enter__(self) -> LLM:

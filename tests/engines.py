@@ -1,14 +1,19 @@
 """Engines as tests want them: small KV blocks, which users may not ask for, and integrity checked after every step."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import Tensor
+
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
+from tests.oracle import Oracle
 from tests.prompts import Prompt
 
 
@@ -59,3 +64,46 @@ def assert_idle(llm: LLM) -> None:
     assert llm.is_finished() and llm.scheduler.is_finished() and not llm.requests and not llm.scheduler.in_flight
     assert llm.stats()["blocks_in_use"] == 0
     assert all(entry.pins == 0 for entry in llm.scheduler.encoder_cache.entries.values())
+
+
+def check_all(llm: LLM, oracle: Oracle, *prompts: Prompt, max_tokens: int = 6) -> list[RequestOutput]:
+    """Runs the prompts in one batch; their outputs are right, and returned."""
+    outputs = run(llm, prompts, greedy(max_tokens, logprobs=-1))
+    for prompt, output in zip(prompts, outputs):
+        assert_right(oracle, prompt, output)
+    return outputs
+
+
+def encoder_ratio(num_kv_blocks: int, num_encoder_blocks: int) -> float:
+    """encoder_cache_ratio for so many blocks of encoder rows beside so many KV blocks, with the sizes that
+    `checkpoints.make_qwen2_5_vl` has by default."""
+    kv_floats, encoder_floats = num_kv_blocks * 2 * 3 * 2 * 16, (num_encoder_blocks + 0.5) * 64
+    return encoder_floats / (encoder_floats + kv_floats)
+
+
+@contextmanager
+def encoded_grids(llm: LLM) -> Iterator[list[tuple[int, int, int]]]:
+    """The grids that the vision tower is given, image by image, while the context lasts."""
+    grids: list[tuple[int, int, int]] = []
+    hook = llm.runner.model.visual.register_forward_hook(lambda _, args, out: grids.extend(map(tuple, args[1])))
+    try:
+        yield grids
+    finally:
+        hook.remove()
+
+
+def assert_right(oracle: Oracle, prompt: Prompt, output: RequestOutput) -> None:
+    """The output, greedy with logprobs=-1, is what a dense pass over the whole prompt gives."""
+    assert_near(oracle.logprobs(prompt, output["token_ids"]), output)
+
+
+def assert_near(expected: Tensor, output: RequestOutput) -> None:
+    """Logprobs [tokens, vocab] as expected to 1e-4, and every token the first of the most likely ones."""
+    difference = (dense_logprobs(output) - expected).abs().max().item()
+    assert difference < 1e-4, f"logprobs differ by {difference}"
+    assert output["token_ids"] == expected.argmax(-1).tolist()
+
+
+def dense_logprobs(output: RequestOutput) -> Tensor:
+    """[tokens, vocab] of an output's logprobs=-1."""
+    return torch.tensor([[row[token_id] for token_id in range(len(row))] for row in output["logprobs"]])

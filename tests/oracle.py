@@ -217,7 +217,7 @@ class Entry:
 
 @dataclass
 class ReuseOracle:
-    """What an engine without prefix cache must answer, request by request, while no entry is evicted."""
+    """What an engine must answer, request by request, while no entry is evicted; prefix hits are told to it."""
 
     oracle: Oracle
     any_ordinal: bool = False
@@ -225,21 +225,29 @@ class ReuseOracle:
     num_reused: int = 0             # rows of the last request that were not computed in layer 0
     num_recomputed: int = 0         # leading rows of its reused pictures that were
 
-    def logprobs(self, prompt: Prompt, generated: Sequence[int], ratios: Ratios) -> Tensor:
-        """[generated, vocab] of the next request, whose pictures enter the table as the engine's do."""
+    last: Dense | None = None       # of the last request
+
+    def logprobs(self, prompt: Prompt, generated: Sequence[int], ratios: Ratios, num_cached: int = 0,
+                 cached: Rows | None = None) -> Tensor:
+        """[generated, vocab] of the next request, whose pictures enter the table as the engine's do.
+
+        num_cached: leading tokens that came from the prefix cache; cached: their KV where it is not exact.
+        """
         per_layer = [ratios] * self.oracle.num_layers if isinstance(ratios, (int, float)) else list(ratios)
         reuses = set(per_layer) not in ({0.0}, {1.0})
         overrides: dict[int, Override] = {}
         self.num_reused = self.num_recomputed = 0
         for i, (start, picture) in enumerate(prompt.pictures if reuses else []):
             stop = min(start + picture.num_tokens, len(prompt) - 1)         # the last token is always computed
-            first_rows = [min(math.ceil(ratio * picture.num_tokens), stop - start) for ratio in per_layer]
+            hit = min(max(0, num_cached - start), stop - start)
+            first_rows = [max(hit, min(math.ceil(ratio * picture.num_tokens), stop - start)) for ratio in per_layer]
             entry = self._find(i, picture)
             if entry is not None and first_rows[-1] < stop - start:
                 overrides[i] = Override(start, entry.rows[:stop - start], first_rows)
                 self.num_reused += stop - start - first_rows[0]
-                self.num_recomputed += first_rows[0]
-        dense = self.oracle.forward(prompt, generated[:-1], list(overrides.values()))
+                self.num_recomputed += first_rows[0] - hit
+        hits = [] if cached is None else [Override(0, cached[:num_cached], [0] * self.oracle.num_layers)]
+        self.last = dense = self.oracle.forward(prompt, generated[:-1], [*hits, *overrides.values()])
         for i, (start, picture) in enumerate(prompt.pictures):
             if i not in overrides:
                 self._store(i, picture, Entry(dense.rows[start:start + picture.num_tokens],

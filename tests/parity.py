@@ -1,4 +1,7 @@
-"""Greedy parity with transformers over drawn checkpoints and prompts: `python -m tests.parity --cases 40`."""
+"""Greedy parity with transformers over drawn checkpoints and prompts: `python -m tests.parity --cases 40`.
+
+transformers runs in float32 on the CPU whatever the engine runs in.
+"""
 from __future__ import annotations
 
 import argparse
@@ -16,13 +19,14 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from nanovllm import LLM
 from tests.checkpoints import make_qwen2_5_vl, make_qwen3
-from tests.engines import greedy, make_llm, run
+from tests.engines import dense_logprobs, greedy, make_llm, run
 from tests.oracle import Oracle
 from tests.prompts import TOKENIZER, Picture, Prompt, picture, prompt, text, video
 
 STEPS = 32
-SMALL_BLOCK = 16
+SMALL_BLOCK = 16        # tokens of a KV block in the runs that want small ones
 Greedy = tuple[list[int], Tensor]       # tokens, logprobs [steps, vocab]
 
 
@@ -47,7 +51,7 @@ class Run:
     """How an engine is set up for one pass over a case's prompts."""
 
     name: str
-    block_size: int | None = None
+    small_blocks: bool = False
     passes: int = 1
     small_pool: bool = False
     options: tuple[tuple[str, Any], ...] = ()
@@ -58,10 +62,10 @@ RUNS = (
     Run("budget 64", options=(("enable_prefix_caching", False), ("max_num_batched_tokens", 64))),
     Run("budget 256", options=(("enable_prefix_caching", False), ("max_num_batched_tokens", 256))),
     Run("cold, warm", passes=2),
-    Run("cold, warm, budget 64, small blocks", SMALL_BLOCK, passes=2, options=(("max_num_batched_tokens", 64),)),
-    Run("small pool, overlap", SMALL_BLOCK, small_pool=True,
+    Run("cold, warm, budget 64, small blocks", small_blocks=True, passes=2, options=(("max_num_batched_tokens", 64),)),
+    Run("small pool, overlap", small_blocks=True, small_pool=True,
         options=(("max_num_batched_tokens", 256), ("overlap", True))),
-    Run("small pool, no prefix cache", SMALL_BLOCK, small_pool=True,
+    Run("small pool, no prefix cache", small_blocks=True, small_pool=True,
         options=(("enable_prefix_caching", False), ("max_num_batched_tokens", 64))),
 )
 
@@ -71,7 +75,7 @@ class Outcome:
     """What the runs of a case gave, beside the reference."""
 
     tokens_equal: bool = True
-    max_difference: float = 0.0         # of logprobs, over the whole vocabulary and all steps
+    max_difference: float = 0.0         # of logprobs, whole vocabulary, all steps up to a token that differs
     preemptions: int = 0
     cached_tokens: int = 0              # of warm passes
 
@@ -174,56 +178,58 @@ def _greedy(model: Any, prompt: Prompt, oracle: Oracle | None) -> Greedy:
 
 # ---------------------------------------------------------------- nanovllm
 
-def compare(case: Case, folder: Path, runs: Sequence[Run] = RUNS) -> Outcome:
-    """Every run of the case against transformers."""
+def compare(case: Case, folder: Path, block_size: int = SMALL_BLOCK, **options: Any) -> Outcome:
+    """Every run of the case against transformers; `options` are the engine's in all of them."""
     expected, outcome = transformers_greedy(case, folder), Outcome()
-    for each in runs:
-        _compare_run(case, folder, each, expected, outcome)
+    for each in RUNS:
+        own = options | dict(each.options)
+        if each.small_pool:
+            own["num_kvcache_blocks"] = small_pool(case.prompts, block_size)
+        _compare_run(case, make_llm(folder, block_size=block_size if each.small_blocks else None, **own), each.passes,
+                     expected, outcome)
     return outcome
 
 
-def _compare_run(case: Case, folder: Path, setup: Run, expected: list[Greedy], outcome: Outcome) -> None:
-    options = dict(setup.options)
-    if setup.small_pool:
-        options["num_kvcache_blocks"] = small_pool(case.prompts)
-    with make_llm(folder, block_size=setup.block_size, **options) as llm:
-        for _ in range(setup.passes):
+def _compare_run(case: Case, llm: LLM, passes: int, expected: list[Greedy], outcome: Outcome) -> None:
+    with llm:
+        for _ in range(passes):
             outputs = run(llm, case.prompts, greedy(STEPS, logprobs=-1))
             for output, (tokens, logprobs) in zip(outputs, expected):
-                outcome.tokens_equal &= output["token_ids"] == tokens
-                difference = (dense_logprobs(output["logprobs"]) - logprobs).abs().max().item()
+                equal = [ours == theirs for ours, theirs in zip(output["token_ids"], tokens)]
+                outcome.tokens_equal &= all(equal)
+                steps = (equal + [False]).index(False) + 1
+                difference = (dense_logprobs(output) - logprobs)[:steps].abs().max().item()
                 outcome.max_difference = max(outcome.max_difference, difference)
         outcome.preemptions += llm.stats()["preemptions"]
-        if setup.passes > 1:
+        if passes > 1:
             outcome.cached_tokens += sum(output["num_cached_tokens"] for output in outputs)
 
 
-def small_pool(prompts: Sequence[Prompt]) -> int:
+def small_pool(prompts: Sequence[Prompt], block_size: int) -> int:
     """KV blocks for all prompts and one more, so that decoding runs out of them; enough for each prompt alone."""
-    alone = max(-(-(len(each) + STEPS) // SMALL_BLOCK) for each in prompts)
-    return max(alone, sum(-(-len(each) // SMALL_BLOCK) for each in prompts) + 1)
-
-
-def dense_logprobs(logprobs: Sequence[dict[int, float]]) -> Tensor:
-    """[tokens, vocab] of an output's logprobs=-1."""
-    return torch.tensor([[row[token_id] for token_id in range(len(row))] for row in logprobs])
+    alone = max(-(-(len(each) + STEPS) // block_size) for each in prompts)
+    return max(alone, sum(-(-len(each) // block_size) for each in prompts) + 1)
 
 
 def make_checkpoint(case: Case, folder: Path) -> Path:
     return (make_qwen2_5_vl if case.multimodal else make_qwen3)(folder, **case.options)
 
 
-def compare_seeds(seeds: Sequence[int], runs: Sequence[Run] = RUNS) -> Iterator[tuple[Case, Outcome]]:
+def compare_seeds(seeds: Sequence[int], **options: Any) -> Iterator[tuple[Case, Outcome]]:
     for seed in seeds:
         case = draw_case(seed)
         with tempfile.TemporaryDirectory() as folder:
-            yield case, compare(case, make_checkpoint(case, Path(folder)), runs)
+            yield case, compare(case, make_checkpoint(case, Path(folder)), **options)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--block-size", type=int, default=SMALL_BLOCK, help="of the runs with small KV blocks")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--attention-backend", default="auto")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -231,7 +237,8 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     start, total, equal = perf_counter(), Outcome(), 0
     print("case  model         pictures  prompt tokens  tokens equal  max logprob difference  preemptions  cached")
-    for case, outcome in compare_seeds(range(args.first, args.first + args.cases)):
+    for case, outcome in compare_seeds(range(args.first, args.first + args.cases), block_size=args.block_size,
+                                       device=args.device, dtype=args.dtype, attention_backend=args.attention_backend):
         lengths = "+".join(str(len(each)) for each in case.prompts)
         model, verdict = "qwen2_5_vl" if case.multimodal else "qwen3", "yes" if outcome.tokens_equal else "NO"
         print(f"{case.seed:4}  {model:10}  {case.kinds:>10}  {lengths:>13}  {verdict:>12}  "

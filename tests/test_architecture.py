@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "nanovllm").rglob("*.py"))
-EVERYTHING = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted(ROOT.glob("*.py"))]
+EVERYTHING = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py")),
+              *sorted(ROOT.glob("*.py"))]
 
 WORDS = {"checks", "config", "metrics", "model_config", "outputs", "plan", "sampling_params"}
 # Modules of engine/ that are rooms of their own; the rest of engine/ is policy.

@@ -8,18 +8,37 @@ from nanovllm.attention.torch_backend import TorchBackend
 
 __all__ = ["AttentionBackend", "SpanBatch", "select_backend"]
 
-BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchBackend}
-FASTEST = {"cuda": "torch", "cpu": "torch"}     # device type -> what "auto" means there
+DEVICES = {"torch": ("cpu", "cuda"), "flash": ("cuda",), "triton": ("cuda",)}      # where each backend runs
 
 
-def select_backend(name: str, device: torch.device | str) -> AttentionBackend:
-    """The backend called `name`, or for "auto" the fastest one on `device`.
+def select_backend(
+    name: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16
+) -> AttentionBackend:
+    """The backend called `name`, or for "auto" the fastest one for `dtype` on `device`.
 
-    Raises ValueError for a name or a type of device that is not known.
+    On a CUDA device "auto" takes FlashAttention 3 or 2 where it is installed, else Triton; on the CPU it takes torch.
+    "flash" needs one of the packages. Raises ValueError for a name or a type of device that is not known, and for a
+    backend that does not run there or in that dtype.
     """
-    device_type = torch.device(device).type
-    if device_type not in FASTEST:
-        raise ValueError(f"no attention backend runs on device {str(device)!r}; use one of {sorted(FASTEST)}")
-    if name not in ("auto", *BACKENDS):
-        raise ValueError(f"attention_backend {name!r} is not known; use one of {['auto', *sorted(BACKENDS)]}")
-    return BACKENDS[FASTEST[device_type] if name == "auto" else name]()
+    device = torch.device(device)
+    if device.type not in DEVICES["torch"]:
+        raise ValueError(f"no attention backend runs on device {str(device)!r}; use one of {list(DEVICES['torch'])}")
+    if name not in ("auto", *DEVICES):
+        raise ValueError(f"attention_backend {name!r} is not known; use one of {['auto', *sorted(DEVICES)]}")
+    if name == "torch" or (name == "auto" and device.type == "cpu"):
+        return TorchBackend()
+    if device.type not in DEVICES[name if name != "auto" else "triton"]:
+        raise ValueError(f"attention_backend {name!r} does not run on device {str(device)!r}; use 'auto' or 'torch'")
+    # Imported here, since neither package need be installed where nothing runs on a GPU.
+    from nanovllm.attention.flash import flash_backend
+    from nanovllm.attention.triton_backend import TritonBackend
+
+    if name != "triton":
+        flash = flash_backend(device) if dtype != torch.float32 else None
+        if flash is not None:
+            return flash
+        if name == "flash":
+            raise ValueError(f"attention_backend 'flash' cannot be had for {dtype} on {device}: it computes in float16 "
+                             "or bfloat16, and needs flash_attn_interface on a Hopper GPU or flash_attn on an Ampere "
+                             "or newer one; install one of them or use 'triton'")
+    return TritonBackend(device)

@@ -30,6 +30,9 @@ class BatchRows:
         self.min_p = np.zeros(max_num_seqs, np.float32)
         self.seed = np.zeros(max_num_seqs, np.int64)
         self.repetition_penalty = np.ones(max_num_seqs, np.float32)
+        self.min_tokens = np.zeros(max_num_seqs, np.int64)
+        self.wants_logprobs = np.zeros(max_num_seqs, bool)
+        self.position_delta = np.zeros(max_num_seqs, np.int64)
         self.random = np.random.default_rng(seed)
 
     def draw_seed(self) -> int:
@@ -48,6 +51,10 @@ class BatchRows:
         self.min_p[row] = params.min_p
         self.seed[row] = seq.seed
         self.repetition_penalty[row] = params.repetition_penalty
+        self.min_tokens[row] = params.min_tokens
+        self.wants_logprobs[row] = params.logprobs is not None
+        self.position_delta[row] = seq.position_delta
+        self.sync_blocks(seq)
 
     def give(self, seq: Sequence) -> None:
         self.free.append(seq.row)

@@ -226,7 +226,8 @@ class BlockManager:
         """Pins the prefix hits and image-KV entries that the sequence would use now; the block ids, for `unhold`."""
         held = [_block_id(node) for node in self._find_prefix(seq)]
         if self.ratios_of(seq) is not None:
-            for entry in filter(None, (self.find_reusable(seq, i) for i in range(len(seq.images)))):
+            behind = [i for i, image in enumerate(seq.images) if image.stop > len(held) * self.block_size]
+            for entry in filter(None, (self.find_reusable(seq, i) for i in behind)):
                 held += entry.held_blocks
         for block_id in held:
             self.pool.acquire(block_id)

@@ -28,24 +28,39 @@ class ImageHolds:
     def take(self, seq: Sequence) -> None:
         """Holds all that is cached of the sequence's images while it waits."""
         if lacks_pixels(seq):
-            self.take_rows(seq)
+            self.keep_rows(seq)
             seq.held_blocks = self.block_manager.hold(seq)
 
-    def take_rows(self, seq: Sequence) -> None:
-        """Holds encoder rows alone: what a preempted sequence may keep without standing in the way of others."""
+    def can_allocate(self, seq: Sequence) -> bool:
+        """Whether the sequence can be admitted without evicting what it needs itself; if so, that is held until then.
+
+        Where all encoder rows are there, it needs nothing else. One that was preempted held no blocks while it waited,
+        and holds none afterwards if it cannot be admitted.
+        """
+        before = seq.held_blocks
+        if all(image.key in self.encoder_cache for image in seq.images if by_name_only(image)):
+            seq.held_blocks = []
+        else:
+            seq.held_blocks = self.block_manager.hold(seq)
+        self.block_manager.unhold(before)
+        fits = self.block_manager.can_allocate(seq)
+        if not fits and not before:
+            self.keep_rows(seq)
+        return fits
+
+    def keep_rows(self, seq: Sequence) -> None:
+        """Holds encoder rows alone, those that are there now: an admitted sequence has its blocks itself, and a
+        preempted one may not stand in the way of others."""
+        self.give(seq)
         for image in seq.images:
             if by_name_only(image) and image.key in self.encoder_cache:
                 self.encoder_cache.pin(image.key)
                 seq.held_rows.append(image.key)
 
-    def give_blocks(self, seq: Sequence) -> None:
-        """Once admitted, the sequence holds its blocks itself."""
-        self.block_manager.unhold(seq.held_blocks)
-        seq.held_blocks = []
-
     def give(self, seq: Sequence) -> None:
         """Returns every hold."""
-        self.give_blocks(seq)
+        self.block_manager.unhold(seq.held_blocks)
+        seq.held_blocks = []
         for key in seq.held_rows:
             self.encoder_cache.unpin(key)
         seq.held_rows = []

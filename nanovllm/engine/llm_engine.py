@@ -35,7 +35,6 @@ class Request:
     vit_time: float = 0.0
     ttft: float = 0.0
     logprobs: list[dict[int, float]] = field(default_factory=list)
-    stops: StopStrings | None = None
 
 
 class LLMEngine:
@@ -53,6 +52,7 @@ class LLMEngine:
         known[ids[ids < len(known)]] = True
         self.image_names = ImageNames()
         self.requests: dict[int, Request] = {}
+        self.watched: dict[int, StopStrings] = {}     # by seq_id
         self.unclaimed: list[RequestOutput] = []      # ended while `generate` was waiting for others
         self.launched: deque[tuple[ScheduledStep, StepInFlight]] = deque()
         self.num_prompt_tokens = self.num_generated_tokens = 0       # computed since the engine was made
@@ -88,12 +88,13 @@ class LLMEngine:
         self.scheduler.check(seq)
         hash_time = self.image_names.identify(seq)
         self.scheduler.check_images(seq)
-        stops = StopStrings(params.stop, self._decode) if params.stop else None
-        return Request(seq, arrival, hash_time=hash_time, stops=stops)
+        return Request(seq, arrival, hash_time)
 
     def queue(self, request: Request) -> None:
         self.scheduler.add(request.seq)
         self.requests[request.seq.seq_id] = request
+        if stop := request.seq.sampling_params.stop:
+            self.watched[request.seq.seq_id] = StopStrings(stop, self._decode)
 
     def abort(self, seq_id: int) -> bool:
         """Ends a request; its output, with finish_reason "abort", comes from the next `step`. False if it is not
@@ -137,52 +138,52 @@ class LLMEngine:
     def _take_in(self) -> None:
         step, launched = self.launched.popleft()
         ids = self._take_result(step, self.runner.collect(launched))
-        num_prompt = sum(max(0, min(b, e.seq.num_prompt_tokens) - a) for e in step.entries for a, b in e.spans)
-        self.num_prompt_tokens += num_prompt
+        if step.is_prefill:
+            self.num_prompt_tokens += sum(max(0, min(stop, entry.seq.num_prompt_tokens) - start)
+                                          for entry in step.entries for start, stop in entry.spans)
         self.num_generated_tokens += sum(entry.samples for entry in step.entries)
         self.scheduler.postprocess(step.seqs, ids)
-        self._check_stop_strings(step)
+        if self.watched:
+            self._check_stop_strings(step)
 
     def _take_result(self, step: ScheduledStep, result: StepResult) -> list[int]:
         """One id per sequence of the step, 0 where it sampled none; ends the requests whose logits were not finite."""
-        now, ids, row = perf_counter(), [0] * len(step.entries), 0
+        now = perf_counter()
         for seq_id, seconds in result.encode_seconds.items():
             if seq_id in self.requests:
                 self.requests[seq_id].vit_time += seconds
-        for i, entry in enumerate(step.entries):
-            if not entry.samples:
-                continue
-            row += 1
-            if entry.seq.is_finished:         # it ended while this token was in flight
-                continue
-            request = self.requests[entry.seq.seq_id]
-            request.ttft = request.ttft or now - request.arrival
-            ids[i] = int(result.token_ids[row - 1])
-            if not result.finite[row - 1]:
-                self.scheduler.fail(entry.seq, "the model's logits are not finite (NaN or infinite): use "
-                                               "dtype=\"bfloat16\" or \"float32\", or check the weights")
-            elif result.logprobs is not None and (logprobs := result.logprobs[row - 1]) is not None:
-                request.logprobs.append(logprobs)
-        return ids
+        sampled = [entry for entry in step.entries if entry.samples]
+        for row, entry in enumerate(sampled):
+            if entry.token_index == 0 and entry.seq.seq_id in self.requests:
+                self.requests[entry.seq.seq_id].ttft = now - self.requests[entry.seq.seq_id].arrival
+            logprobs = result.logprobs[row] if result.logprobs else None
+            if logprobs is not None and not entry.seq.is_finished:      # one that ended gets no surplus token
+                self.requests[entry.seq.seq_id].logprobs.append(logprobs)
+        for row in np.flatnonzero(~result.finite).tolist():
+            if not sampled[row].seq.is_finished:
+                self.scheduler.fail(sampled[row].seq, "the model's logits are not finite (NaN or infinite): use "
+                                                      "dtype=\"bfloat16\" or \"float32\", or check the weights")
+        ids = iter(result.token_ids.tolist())
+        return [next(ids) if entry.samples else 0 for entry in step.entries]
 
     def _check_stop_strings(self, step: ScheduledStep) -> None:
         for entry in step.entries:
-            seq, request = entry.seq, self.requests.get(entry.seq.seq_id)
-            if request is None or request.stops is None or not entry.samples or seq.error:
+            seq = entry.seq
+            stops = self.watched.get(seq.seq_id)
+            if stops is None or not entry.samples or seq.error:
                 continue
-            if seq.num_completion_tokens > seq.sampling_params.min_tokens and \
-                    request.stops.found(seq.completion_token_ids):
+            if seq.num_completion_tokens > seq.sampling_params.min_tokens and stops.found(seq.completion_token_ids):
                 if seq.is_finished:
                     seq.finish_reason = "stop"
                 else:
                     self.scheduler.finish(seq, "stop")
 
     def _output(self, seq: Sequence) -> RequestOutput:
-        request = self.requests.pop(seq.seq_id)
+        request, stops = self.requests.pop(seq.seq_id), self.watched.pop(seq.seq_id, None)
         token_ids = seq.completion_token_ids
         stopped_by_id = seq.finish_reason == "stop" and token_ids[-1] in seq.stop_ids
         text = self._decode(token_ids[:-1] if stopped_by_id else token_ids)
-        cut = request.stops.cut(text) if request.stops else None
+        cut = stops.cut(text) if stops else None
         usage = seq.usage
         output = RequestOutput(
             seq_id=seq.seq_id, text=text if cut is None else cut, token_ids=token_ids,

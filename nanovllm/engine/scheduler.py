@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 
 from nanovllm.config import Config
+from nanovllm.engine.admission import check_fits, waits_for_image
 from nanovllm.engine.batch_rows import BatchRows
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.encoder_cache_table import EncoderCacheTable
@@ -57,18 +58,7 @@ class Scheduler:
 
     def check(self, seq: Sequence) -> None:
         """Raises ValueError for a request that could never run, naming what it needs and what there is."""
-        n, room = seq.num_prompt_tokens, self.max_model_len - seq.num_prompt_tokens
-        if n == 0:
-            raise ValueError("the prompt has no tokens: give at least one")
-        if room < 1:
-            raise ValueError(f"the prompt has {n} tokens but max_model_len is {self.max_model_len}, which leaves none "
-                             f"to generate: shorten it to {self.max_model_len - 1} or raise max_model_len")
-        max_tokens = room if seq.max_tokens is None else min(seq.max_tokens, room)
-        needed = self.block_manager.num_blocks_for(n + max_tokens - 1)        # the last token's KV is never written
-        if needed > self.block_manager.num_blocks:
-            raise ValueError(f"the request needs {needed} KV blocks ({n} prompt + {max_tokens} new tokens) but the "
-                             f"pool has {self.block_manager.num_blocks}: shorten it, lower max_tokens or give the "
-                             f"pool more memory")
+        check_fits(seq, self.block_manager, self.max_model_len)
 
     def check_images(self, seq: Sequence) -> None:
         """Raises ValueError naming the first image that came without pixels while what it needs is not cached."""
@@ -81,8 +71,8 @@ class Scheduler:
         self.check(seq)
         self.check_images(seq)
         room = self.max_model_len - seq.num_prompt_tokens
-        seq.max_tokens = room if seq.max_tokens is None else min(seq.max_tokens, room)
         params = seq.sampling_params
+        seq.token_limit = seq.num_prompt_tokens + (room if params.max_tokens is None else min(params.max_tokens, room))
         seq.seed = self.rows.draw_seed() if params.seed is None else params.seed
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
         seq.stop_ids = ends.union(params.stop_token_ids or ())
@@ -136,15 +126,16 @@ class Scheduler:
 
     def _schedule_running(self, step: ScheduledStep) -> bool:
         """Spans of running sequences; False if there were too few blocks for them."""
-        live = [seq for seq in self.running if not seq.abort_requested and
-                seq.num_completion_tokens + seq.num_pending != seq.max_tokens]
-        decodes = [seq for seq in live if seq.num_tokens - seq.num_planned == 1]
-        prefills = [seq for seq in live if seq.num_tokens - seq.num_planned > 1]
-        enough = True
+        decodes, prefills = self._live()
+        block_size, enough = self.block_manager.block_size, True
         for seq in decodes + prefills:
             if step.num_tokens == self.max_num_batched_tokens:
                 break
-            while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq, seq.num_tokens):
+            while seq.status is SequenceStatus.RUNNING and seq.num_tokens > len(seq.block_table) * block_size:
+                if self.block_manager.can_append(seq, seq.num_tokens):
+                    self.block_manager.append(seq, seq.num_tokens)
+                    self.rows.sync_blocks(seq)
+                    break
                 enough = False
                 if self._drop_youngest_hold():
                     continue
@@ -152,22 +143,31 @@ class Scheduler:
                     return False
                 self._preempt(self.running[-1])
             if seq.status is SequenceStatus.RUNNING:
-                self.block_manager.append(seq, seq.num_tokens)
                 self._add_spans(step, seq)
         return enough
+
+    def _live(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences with one token to compute, and those with more; none whose last token is on its way."""
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for seq in self.running:
+            num_tokens = len(seq.token_ids) + seq.num_pending
+            if num_tokens < seq.token_limit and not seq.abort_requested:
+                (decodes if num_tokens - seq.num_planned == 1 else prefills).append(seq)
+        return decodes, prefills
 
     def _schedule_waiting(self, step: ScheduledStep) -> None:
         held: list[Sequence] = []
         while self.waiting and step.num_tokens < self.max_num_batched_tokens and self.rows.free:
             seq = self.waiting[0]
-            if self._waits_for_image(seq):
+            if waits_for_image(seq, self.running, self.block_manager):
                 held.append(self.waiting.popleft())
                 continue
             if (missing := self.holds.missing(seq)) is not None:
                 self.finish(seq, "error", missing)
                 continue
-            if not self.block_manager.can_allocate(seq):
-                if self.running or not self._drop_youngest_hold():
+            if not self.holds.can_allocate(seq):
+                if self.running or not self._drop_youngest_hold(seq):
                     break
                 continue
             self.waiting.popleft()
@@ -179,7 +179,7 @@ class Scheduler:
         self.block_manager.allocate(seq)
         if self.image_token_id is not None:
             self.block_manager.try_partial_recompute(seq, self.image_token_id)
-        self.holds.give_blocks(seq)
+        self.holds.keep_rows(seq)
         seq.status = SequenceStatus.RUNNING
         insort(self.running, seq, key=lambda s: s.seq_id)
         self.rows.take(seq)
@@ -187,19 +187,16 @@ class Scheduler:
             seq.usage = self.block_manager.usage_of(seq)
             self.stats.count_admission(seq.usage)
 
-    def _waits_for_image(self, seq: Sequence) -> bool:
-        """Whether a running sequence is computing, in full, an image that this one could then reuse."""
-        manager = self.block_manager
-        if not seq.images or manager.ratios_of(seq) is None:
-            return False
-        coming = {(image.kv_key, index) for other in self.running for index, image in enumerate(other.images)
-                  if image.stop > other.num_computed and not (other.reuse and index in other.reuse.images)}
-        return any((image.kv_key, index) in coming and manager.find_reusable(seq, index) is None
-                   for index, image in enumerate(seq.images))
-
     def _add_spans(self, step: ScheduledStep, seq: Sequence) -> None:
         """Plans the next spans of a sequence: as many uncomputed rows as the step has room for."""
-        start = seq.num_planned
+        start, num_prompt = seq.num_planned, seq.num_prompt_tokens
+        token_index = len(seq.token_ids) + seq.num_pending - num_prompt
+        if token_index > 0 and start + 1 == num_prompt + token_index:      # a decode: one row, no image
+            step.entries.append(ScheduledSeq(seq, [(start, start + 1)], start + 1, True, token_index, seq.resets_row))
+            step.num_tokens += 1
+            seq.num_planned, seq.resets_row = start + 1, False
+            seq.num_pending += 1
+            return
         spans, end = take_rows(start, seq.num_tokens, seq.reuse.skips(0) if seq.reuse else [],
                                self.max_num_batched_tokens - step.num_tokens)
         if seq.reuse and not seq.reuse.copies_planned:
@@ -207,8 +204,7 @@ class Scheduler:
             seq.reuse.copies_planned = True
         self.images.plan(step, seq, spans)
         samples = end == seq.num_tokens
-        step.entries.append(ScheduledSeq(seq, spans, end, samples, seq.num_completion_tokens + seq.num_pending,
-                                         seq.resets_row))
+        step.entries.append(ScheduledSeq(seq, spans, end, samples, token_index, seq.resets_row))
         seq.resets_row = False
         step.num_tokens += sum(b - a for a, b in spans)
         step.is_prefill |= start < seq.num_prompt_tokens
@@ -218,15 +214,15 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Back to the head of the queue without KV; it will be recomputed, prompt and generated tokens alike."""
         self._stop_running(seq)
-        self.holds.give(seq)
-        self.holds.take_rows(seq)
+        self.holds.keep_rows(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
         self.stats.preemptions += 1
 
-    def _drop_youngest_hold(self) -> bool:
-        """Ends the youngest waiting sequence that pins blocks, so that others can have them; False if there is none."""
-        seq = next((seq for seq in reversed(self.waiting) if seq.held_blocks), None)
+    def _drop_youngest_hold(self, head: Sequence | None = None) -> bool:
+        """Ends the youngest waiting sequence that pins blocks, or would have to as `head`, so that others can have
+        them; False if there is none."""
+        seq = next((seq for seq in reversed(self.waiting) if seq.held_blocks or seq is head), None)
         if seq is not None:
             names = [image.caller_hash for image in seq.images if image.pixels is None]
             self.finish(seq, "error", f"the KV of images {names}, which came without pixel_values, had to make room: "
@@ -245,20 +241,22 @@ class Scheduler:
         step = self.in_flight.popleft()
         assert step.seqs == seqs
         self.images.commit(step)
+        self.stats.computed_tokens += step.num_tokens
+        block_size = self.block_manager.block_size
         for entry, token_id in zip(step.entries, token_ids):
             seq = entry.seq
             if seq.status is not SequenceStatus.RUNNING:
                 continue
-            self.stats.computed_tokens += sum(b - a for a, b in entry.spans)
             seq.num_computed = entry.end
-            self.block_manager.release_sources(seq)
-            self.block_manager.publish(seq)
-            self._store_images(seq)
+            if entry.end >= (seq.num_published + 1) * block_size:
+                self.block_manager.publish(seq)
+            if seq.images:
+                self._take_in_images(seq, entry)
             if entry.samples:
-                self.holds.give(seq)
                 seq.num_pending -= 1
                 seq.append_token(int(token_id))
-                self._finish_if_done(seq)
+                if token_id in seq.stop_ids or len(seq.token_ids) == seq.token_limit or seq.abort_requested:
+                    self._finish_if_done(seq)
 
     def abandon_steps(self) -> None:
         """Undoes the planning of all steps in flight; their sequences can run again, or end where that was asked."""
@@ -272,8 +270,12 @@ class Scheduler:
                 if seq.abort_requested and not seq.is_finished:
                     self.finish(seq, "abort")
 
-    def _store_images(self, seq: Sequence) -> None:
-        """Offers every image whose rows are now all there, and all computed in full, to the image-KV table."""
+    def _take_in_images(self, seq: Sequence, entry: ScheduledSeq) -> None:
+        """Offers every image whose rows are now all there, and all computed in full, to the image-KV table, and lets go
+        what was held for the step."""
+        self.block_manager.release_sources(seq)
+        if entry.samples:
+            self.holds.give(seq)
         if len(seq.stored_images) == len(seq.images):
             return
         for index, image in enumerate(seq.images):
@@ -286,7 +288,7 @@ class Scheduler:
     def _finish_if_done(self, seq: Sequence) -> None:
         if seq.token_ids[-1] in seq.stop_ids and seq.num_completion_tokens > seq.sampling_params.min_tokens:
             self.finish(seq, "stop")
-        elif seq.num_completion_tokens == seq.max_tokens:
+        elif len(seq.token_ids) == seq.token_limit:
             self.finish(seq, "length")
         elif seq.abort_requested:
             self.finish(seq, "abort")

@@ -45,7 +45,7 @@ class Sequence:
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.sampling_params = sampling_params
-        self.max_tokens = sampling_params.max_tokens      # the scheduler clamps it to the room left
+        self.token_limit = 0                              # prompt and generated tokens at most; set when it is queued
         self.seed = 0                                     # of its random numbers; the scheduler draws one if not given
         self.stop_ids: frozenset[int] = frozenset()       # ids that end it; the scheduler knows the model's own
         self.usage: Usage | None = None                   # set at the first admission

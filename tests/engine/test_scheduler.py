@@ -288,4 +288,4 @@ def test_params_are_not_changed_by_the_clamp() -> None:
     params = SamplingParams(max_tokens=10**9)
     seq = make_sequence(prompt(3), params)
     Harness(max_model_len=20).scheduler.add(seq)
-    assert seq.max_tokens == 17 and params.max_tokens == 10**9
+    assert seq.token_limit == 20 and params.max_tokens == 10**9

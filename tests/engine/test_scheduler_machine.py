@@ -110,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for seq, parts in [pair for pair in self.live if pair[0].seq_id in ended]:
             assert seq.is_finished and not seq.block_table and not seq.held_blocks and not seq.held_rows
             if seq.finish_reason in ("stop", "length") and seq.sampling_params.recompute_ratio in (0.0, 1.0):
-                expected = solo_tokens(parts, seq.sampling_params, seq.max_tokens)
+                expected = solo_tokens(parts, seq.sampling_params, seq.num_completion_tokens)
                 assert seq.completion_token_ids == expected
         self.live = [pair for pair in self.live if pair[0].seq_id not in ended]
 

@@ -1,0 +1,100 @@
+"""The time that a piece of work takes at least on a device: bytes over its bandwidth, operations over its rate."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from time import perf_counter
+
+import torch
+
+from nanovllm.model_config import ModelConfig, TextConfig, VisionConfig
+
+REPEATS = 10
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device does at best, measured here and now."""
+
+    bytes_per_second: float     # of a copy within its memory, reads and writes together
+    flops_per_second: float     # of a large matrix product in the model's dtype
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measures a copy and a square matrix product; call it before an engine takes the memory."""
+    num_bytes, side = (1 << 30, 8192) if device.type == "cuda" else (1 << 27, 1024)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    left, right = torch.ones(2, side, side, dtype=dtype, device=device)
+    product = torch.empty_like(left)
+    return Ceilings(2 * num_bytes / _seconds(lambda: target.copy_(source), device),
+                    2 * side**3 / _seconds(lambda: torch.mm(left, right, out=product), device))
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The shortest of several calls."""
+    times = []
+    for _ in range(REPEATS):
+        start = perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(perf_counter() - start)
+    return min(times)
+
+
+# ---------------------------------------------------------------- sizes
+
+def layer_parameters(text: TextConfig) -> int:
+    """Parameters that every computed token is multiplied with: all decoder layers, without embedding and head."""
+    width = text.num_heads * text.head_dim
+    attention = text.hidden_size * (2 * width + 2 * text.num_kv_heads * text.head_dim)
+    return text.num_layers * (attention + 3 * text.hidden_size * text.intermediate_size)
+
+
+def step_parameters(text: TextConfig) -> int:
+    """Parameters that a decode step reads: the layers and the head."""
+    return layer_parameters(text) + text.vocab_size * text.hidden_size
+
+
+def kv_bytes_per_token(text: TextConfig, itemsize: int) -> int:
+    return 2 * text.num_layers * text.num_kv_heads * text.head_dim * itemsize
+
+
+# ---------------------------------------------------------------- floors, in seconds
+
+def generation_floor(config: ModelConfig, itemsize: int, prompt_lens: Sequence[int], output_lens: Sequence[int],
+                     ceilings: Ceilings) -> float:
+    """All prompts computed at the peak rate; then every step reads the weights and all live KV once."""
+    text = config.text
+    kv_reads = sum((new - 1) * prompt + new * (new - 1) // 2 for prompt, new in zip(prompt_lens, output_lens))
+    weight_reads = (max(output_lens) - 1) * step_parameters(text) * itemsize
+    decode = (weight_reads + kv_reads * kv_bytes_per_token(text, itemsize)) / ceilings.bytes_per_second
+    return 2 * layer_parameters(text) * sum(prompt_lens) / ceilings.flops_per_second + decode
+
+
+def image_call_floor(config: ModelConfig, itemsize: int, num_prompt: int, num_computed: int, num_reused: int,
+                     encoded_grids: Sequence[tuple[int, int, int]], ceilings: Ceilings) -> float:
+    """One token out: the images encoded, `num_computed` rows computed, the KV of `num_reused` rows moved."""
+    text = config.text
+    attention = 4 * num_computed * (num_prompt - num_computed / 2) * text.num_heads * text.head_dim * text.num_layers
+    operations = 2 * layer_parameters(text) * num_computed + attention
+    if encoded_grids:
+        assert config.vision is not None
+        operations += sum(encoder_operations(config.vision, grid) for grid in encoded_grids)
+    weights = step_parameters(text) * itemsize / ceilings.bytes_per_second
+    moved = 2 * num_reused * kv_bytes_per_token(text, itemsize) / ceilings.bytes_per_second
+    return max(operations / ceilings.flops_per_second, weights) + moved
+
+
+def encoder_operations(vision: VisionConfig, grid: tuple[int, int, int]) -> float:
+    """Operations of the vision tower for one picture of `grid` (t, h, w) patches."""
+    patches, hidden, merge = prod(grid), vision.hidden_size, vision.spatial_merge_size**2
+    block = 4 * hidden**2 + 3 * hidden * vision.intermediate_size
+    linear = 2 * patches * (vision.patch_dim * hidden + vision.depth * block)
+    merger = 2 * (patches / merge) * ((merge * hidden) ** 2 + merge * hidden * vision.out_hidden_size)
+    num_full = len(vision.fullatt_block_indexes)
+    window = min((vision.window_size // vision.patch_size) ** 2, patches)
+    seen = num_full * patches / grid[0] + (vision.depth - num_full) * window      # patches seen by one, all layers
+    return linear + merger + 4 * patches * seen * hidden

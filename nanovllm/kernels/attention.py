@@ -1,0 +1,236 @@
+"""Attention of spans over paged keys, or of segments over their own, in a launch that may split the keys."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1 / math.log(2)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one launch cuts up its work."""
+
+    rows: int           # (token, query head) pairs of one KV head that a program answers
+    keys: int           # keys of one turn of its loop; must divide the block size of a paged cache
+    warps: int
+    stages: int         # turns of the loop whose loads are in flight
+    splits: int = 1     # programs that share one range of keys
+
+
+@triton.jit
+def _load_tile(pointers: tl.tensor, rows: tl.tensor, dims: tl.tensor, limit: tl.constexpr,
+               MASK_ROWS: tl.constexpr, MASK_DIMS: tl.constexpr) -> tl.tensor:
+    """The tile at `pointers` [rows, dims]; what a mask leaves out is 0 and is not read."""
+    if MASK_ROWS:
+        tile = tl.load(pointers, mask=rows[:, None] & (dims < limit)[None, :], other=0.0)
+    elif MASK_DIMS:
+        tile = tl.load(pointers, mask=(dims < limit)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def _fold_keys(
+    acc: tl.tensor, acc_tail: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor, q: tl.tensor, q_tail: tl.tensor,
+    k: tl.tensor, v: tl.tensor, k_stride: int, v_stride: int, table: tl.tensor, first_key: tl.tensor,
+    start: tl.tensor, stop: tl.tensor, visible: tl.tensor, k_len: tl.tensor, scale: float,
+    DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Keys [start, stop) join the running softmax; a row sees the keys before `visible`. `scale` is in powers of 2."""
+    key, dims, tail = tl.arange(0, KEYS), tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL)
+    block = first_key
+    if BLOCK_SIZE:
+        block = tl.load(table + start // BLOCK_SIZE, mask=start < stop, other=0)
+    for place in tl.range(start, stop, KEYS):
+        if BLOCK_SIZE:      # a tile lies within one block; slot * stride passes 2^31 in a large cache
+            slot = block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE
+            # One turn ahead: a block loaded in the turn that needs it would halve the depth of the pipeline.
+            block = tl.load(table + tl.minimum(place + KEYS, stop - 1) // BLOCK_SIZE)
+        else:
+            slot = (first_key + place).to(tl.int64)
+        k_rows = k + slot * k_stride + (key * k_stride)[:, None]
+        v_rows = v + slot * v_stride + (key * v_stride)[:, None]
+        real = place + key < k_len
+        keys = _load_tile(k_rows + dims[None, :], real, dims, DIM, MASKED, MAIN > DIM)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        if DIM > MAIN:
+            keys_tail = _load_tile(k_rows + tail[None, :], real, tail, DIM, MASKED, MAIN + TAIL > DIM)
+            scores = tl.dot(q_tail, tl.trans(keys_tail), scores, input_precision="ieee")
+        if MASKED:
+            scores = tl.where((place + key)[None, :] < visible[:, None], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        # A row that has seen no key yet has the maximum -inf, which must not meet itself in a difference.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        weights = tl.math.exp2(scores * scale - shift[:, None])
+        decay = tl.math.exp2(row_max - shift)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        row_max = new_max
+        values = _load_tile(v_rows + dims[None, :], real, dims, DIM, MASKED, MAIN > DIM)
+        weights = weights.to(values.dtype)
+        acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
+        if DIM > MAIN:
+            values_tail = _load_tile(v_rows + tail[None, :], real, tail, DIM, MASKED, MAIN + TAIL > DIM)
+            acc_tail = tl.dot(weights, values_tail, acc_tail * decay[:, None], input_precision="ieee")
+    return acc, acc_tail, row_max, row_sum
+
+
+@triton.jit
+def _row_tile(cu_seqlens: tl.tensor, num_spans: tl.tensor, tile: tl.tensor, GROUP: tl.constexpr,
+              ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """(the span of a tile of rows, its first row there): each span begins a tile of its own, behind all others'."""
+    begun = 0
+    for first in range(0, num_spans, 128):
+        span = first + tl.arange(0, 128)
+        row = tl.load(cu_seqlens + span, mask=span < num_spans, other=0) * GROUP
+        begun += tl.sum(((row // ROWS + span <= tile) & (span < num_spans)).to(tl.int32))
+    span = begun - 1
+    return span, (tile - tl.load(cu_seqlens + span) * GROUP // ROWS - span) * ROWS
+
+
+@triton.jit
+def _key_ranges(q_len: tl.tensor, k_len: tl.tensor, first_row: tl.tensor, token: tl.tensor, CAUSAL: tl.constexpr,
+                GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+                ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """(first key of this split, first one that needs a mask, the one behind the last, keys that each row sees)."""
+    least, most = k_len, k_len      # keys that the first row sees, and the last one
+    visible = tl.zeros([ROWS], tl.int32) + k_len
+    if CAUSAL:
+        before = k_len - q_len
+        least = tl.maximum(before + first_row // GROUP + 1, 0)
+        most = tl.minimum(before + (first_row + ROWS - 1) // GROUP + 1, k_len)
+        visible = tl.minimum(before + token + 1, k_len)
+    size = tl.cdiv(tl.cdiv(most, KEYS), tl.num_programs(2)) * KEYS
+    start = tl.program_id(2) * size
+    stop = tl.minimum(start + size, most)
+    return start, tl.maximum(tl.minimum(least // KEYS * KEYS, stop), start), stop, visible
+
+
+@triton.jit(do_not_specialize=["num_spans", "table_stride", "tokens"],      # else each of them compiles anew
+            do_not_specialize_on_alignment=["cu_seqlens", "seqlens_k", "tables"])
+def _attend_kernel(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, out: tl.tensor, log_sums: tl.tensor,
+    cu_seqlens: tl.tensor, seqlens_k: tl.tensor, tables: tl.tensor, num_spans: int, table_stride: int, scale: float,
+    q_stride: int, q_head_stride: int, k_stride: int, k_head_stride: int, v_stride: int, v_head_stride: int,
+    tokens: int, GROUP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ONE_QUERY: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+) -> None:
+    """One tile of rows of one KV head over one split of its keys; a BLOCK_SIZE of 0 means keys of its own segment."""
+    if ONE_QUERY:       # neighbouring programs read neighbouring heads of the same blocks
+        kv_head, kv_heads, span, first_row = tl.program_id(0), tl.num_programs(0), tl.program_id(1), 0
+    else:               # last rows first: they see the most keys
+        kv_head, kv_heads, tile = tl.program_id(1), tl.num_programs(1), tl.num_programs(0) - 1 - tl.program_id(0)
+        span, first_row = _row_tile(cu_seqlens, num_spans, tile, GROUP, ROWS)
+    first_token = tl.load(cu_seqlens + span)
+    q_len = tl.load(cu_seqlens + span + 1) - first_token
+    if first_row >= q_len * GROUP:
+        return
+    row = first_row + tl.arange(0, ROWS)
+    token, head, filled = row // GROUP, kv_head * GROUP + row % GROUP, row < q_len * GROUP
+    dims, tail = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL)
+    q_rows = q + ((first_token + token).to(tl.int64) * q_stride + head * q_head_stride)[:, None]
+    queries = _load_tile(q_rows + dims[None, :], filled, dims, DIM, True, True)
+    queries_tail = _load_tile(q_rows + tail[None, :], filled, tail, DIM, True, True)
+    k, v, table = k + kv_head * k_head_stride, v + kv_head * v_head_stride, tables + span.to(tl.int64) * table_stride
+    k_len = q_len
+    if BLOCK_SIZE:
+        k_len = tl.load(seqlens_k + span)
+    start, unmasked, stop, visible = _key_ranges(q_len, k_len, first_row, token, BLOCK_SIZE > 0, GROUP, ROWS, KEYS)
+
+    acc, acc_tail = tl.zeros([ROWS, MAIN], tl.float32), tl.zeros([ROWS, TAIL], tl.float32)
+    row_max, row_sum = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    if ONE_QUERY:       # so few tiles that a second loop costs more than masks
+        unmasked = start
+    else:
+        acc, acc_tail, row_max, row_sum = _fold_keys(
+            acc, acc_tail, row_max, row_sum, queries, queries_tail, k, v, k_stride, v_stride, table, first_token,
+            start, unmasked, visible, k_len, scale, DIM, MAIN, TAIL, BLOCK_SIZE, KEYS, False)
+    acc, acc_tail, row_max, row_sum = _fold_keys(
+        acc, acc_tail, row_max, row_sum, queries, queries_tail, k, v, k_stride, v_stride, table, first_token,
+        unmasked, stop, visible, k_len, scale, DIM, MAIN, TAIL, BLOCK_SIZE, KEYS, True)
+    place = (tl.program_id(2).to(tl.int64) * tokens + first_token + token) * (kv_heads * GROUP) + head
+    _store_rows(out, log_sums, place, filled, acc, acc_tail, row_max, row_sum, dims, tail, DIM, MAIN, SPLIT)
+
+
+@triton.jit
+def _store_rows(
+    out: tl.tensor, log_sums: tl.tensor, place: tl.tensor, filled: tl.tensor, acc: tl.tensor, acc_tail: tl.tensor,
+    row_max: tl.tensor, row_sum: tl.tensor, dims: tl.tensor, tail: tl.tensor,
+    DIM: tl.constexpr, MAIN: tl.constexpr, SPLIT: tl.constexpr,
+) -> None:
+    """Divides by the softmax's sums, whose logarithm (in powers of 2) is kept if splits are to be combined."""
+    total = tl.where(row_sum > 0, row_sum, 1.0)     # rows that see nothing are 0, not NaN
+    if SPLIT:
+        tl.store(log_sums + place, row_max + tl.math.log2(total), mask=filled)
+    rows = out + (place * DIM)[:, None]
+    tl.store(rows + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty),
+             mask=filled[:, None] & (dims < DIM)[None, :])
+    if DIM > MAIN:
+        tl.store(rows + tail[None, :], (acc_tail / total[:, None]).to(out.dtype.element_ty),
+                 mask=filled[:, None] & (tail < DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _combine_kernel(
+    parts: tl.tensor, log_sums: tl.tensor, out: tl.tensor, rows: int, splits: int, DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """One row of (token, head): the splits' outputs, weighed by the sums of their softmax."""
+    row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    largest = float("-inf")
+    for split in range(splits):
+        largest = tl.maximum(largest, tl.load(log_sums + split * rows + row))
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    acc, total = tl.zeros([WIDTH], tl.float32), 0.0
+    for split in range(splits):
+        weight = tl.math.exp2(tl.load(log_sums + split * rows + row) - largest)
+        acc += weight * tl.load(parts + (split * rows + row) * DIM + dims, mask=dims < DIM, other=0.0)
+        total += weight
+    acc = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * DIM + dims, acc.to(out.dtype.element_ty), mask=dims < DIM)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens: Tensor, scale: float, tiles: Tiles,
+    seqlens_k: Tensor | None = None, block_tables: Tensor | None = None, one_query: bool = False,
+) -> None:
+    """Attention of q `[tokens, heads, dim]` into `out`, contiguous and of the same shape.
+
+    With `seqlens_k` (int32 `[spans]`) and `block_tables` (int32 `[spans, width]`), k and v are caches `[blocks,
+    block_size, kv_heads, dim]` and a span's queries see what `AttentionBackend.attend` says; `one_query` promises spans
+    of one query each. Without them k and v are `[tokens, kv_heads, dim]` and each segment sees its own keys, unmasked.
+    `cu_seqlens` (int32 `[spans + 1]`) bounds the queries. Equal in plain torch: `attention.torch_backend.TorchBackend`.
+    """
+    (tokens, heads, dim), kv_heads, num_spans = q.shape, k.shape[-2], len(cu_seqlens) - 1
+    if not tokens or not num_spans:
+        return
+    paged = block_tables is not None
+    block_size = k.shape[1] if paged else 0
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and out.is_contiguous()
+    assert not paged or block_size % tiles.keys == 0
+    group, main = heads // kv_heads, max(16, 1 << (dim.bit_length() - 1))
+    tail = max(16, triton.next_power_of_2(max(dim - main, 1)))
+    # Whatever a launch has no use for is given a tensor it does not touch.
+    seqlens_k, block_tables = (cu_seqlens if x is None else x for x in (seqlens_k, block_tables))
+    parts, log_sums = out, out
+    if tiles.splits > 1:
+        parts = torch.empty(tiles.splits, *out.shape, dtype=torch.float32, device=q.device)
+        log_sums = torch.empty(tiles.splits, tokens, heads, dtype=torch.float32, device=q.device)
+    row_tiles = tokens * group // tiles.rows + num_spans
+    grid = (kv_heads, num_spans, tiles.splits) if one_query else (row_tiles, kv_heads, tiles.splits)
+    _attend_kernel[grid](
+        q, k, v, parts, log_sums, cu_seqlens, seqlens_k, block_tables, num_spans,
+        block_tables.stride(0) if paged else 0, scale * LOG2_E,
+        q.stride(0), q.stride(1), k.stride(-3), k.stride(-2), v.stride(-3), v.stride(-2), tokens,
+        GROUP=group, DIM=dim, MAIN=main, TAIL=tail, BLOCK_SIZE=block_size, ONE_QUERY=one_query,
+        ROWS=tiles.rows, KEYS=tiles.keys, SPLIT=tiles.splits > 1, num_warps=tiles.warps, num_stages=tiles.stages)
+    if tiles.splits > 1:
+        _combine_kernel[(tokens * heads,)](parts, log_sums, out, tokens * heads, tiles.splits, DIM=dim,
+                                           WIDTH=triton.next_power_of_2(dim), num_warps=1)

