@@ -3,13 +3,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)     # of a rank that waits for another one
+
+
+class Group(Protocol):
+    """What a rank needs of a backend of torch.distributed; a call returns work to wait for, or None if it is done."""
+
+    def allreduce(self, tensors: list[Tensor], options: Any, /) -> dist.Work | None: ...
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any, /) -> dist.Work | None: ...
+    def broadcast(self, tensors: list[Tensor], options: Any, /) -> dist.Work | None: ...
+    def abort(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +43,7 @@ class TensorParallel:
 
     rank: int = 0
     size: int = 1
-    group: dist.Backend | None = None
+    group: Group | None = None
     spread_images: bool = False
 
     @property
@@ -114,20 +125,20 @@ def _wait(work: dist.Work | None) -> None:
 
 # ---------------------------------------------------------------- groups
 
-def connect(store: dist.Store, rank: int, size: int, device: torch.device, spread_images: bool) -> TensorParallel:
+def connect(store: Store, rank: int, size: int, device: torch.device, spread_images: bool) -> TensorParallel:
     """This rank with a group of its own over `store`, NCCL on GPUs and gloo on CPUs; no other group is touched.
 
     Raises RuntimeError if not all ranks have called it within `TIMEOUT`.
     """
-    kind = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+    kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
     return TensorParallel(rank, size, kind(store, rank, size, timeout=TIMEOUT), spread_images)
 
 
-def host_store() -> dist.TCPStore:
+def host_store() -> TCPStore:
     """A store where ranks on this machine find each other; the system chooses its port, so that none is taken."""
-    return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
 
 
-def join_store(port: int) -> dist.TCPStore:
+def join_store(port: int) -> TCPStore:
     """The store that another process of this machine hosts."""
-    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
+    return TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)

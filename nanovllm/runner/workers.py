@@ -16,7 +16,7 @@ import torch
 
 from nanovllm.parallel import TensorParallel, connect, host_store
 from nanovllm.plan import StepPlan
-from nanovllm.runner.channel import Close, Packed, Ready, Start, pack, pack_plan, receive, send
+from nanovllm.runner.channel import Close, Ready, Start, pack, pack_plan, receive, send
 
 # In an interpreter of its own, which imports nothing of the embedding program: a script needs no main guard, and
 # notebooks and programs from standard input work too. Ctrl-C is for the first rank to handle.

@@ -16,7 +16,7 @@ from tests.parity import dense_logprobs
 from tests.prompts import Prompt, picture, prompt, text, video
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
-# A few blocks of 16 tokens: decoding runs out of them, so that requests are preempted. 48 tokens a step: prompts are cut.
+# A few blocks of 16 tokens: decoding runs out of them, and requests are preempted. 48 tokens a step: prompts are cut.
 SMALL = dict(block_size=16, max_num_batched_tokens=48, max_model_len=160)
 STEPS = 14
 RANKS = [
