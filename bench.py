@@ -93,13 +93,13 @@ def main(argv: list[str] | None = None) -> None:
     published = VISION_MODEL if args.mode == "image" else TEXT_MODEL
     with open_model(args.model, args.size, published) as folder:
         options = dict(device=args.device, dtype=args.dtype, attention_backend=args.backend, **folder.options)
-        config, device = Config(folder.path, **options), pick_device(args.device)
-        ceilings = measure_ceilings(device, getattr(torch, config.dtype))
+        dtype, device = getattr(torch, Config(folder.path, **options).dtype), pick_device(args.device)
+        ceilings = measure_ceilings(device, dtype)
         print(f"{report.device_name(device)}: copies {ceilings.bytes_per_second / 1e9:,.0f} GB/s, "
-              f"multiplies {ceilings.flops_per_second / 1e12:,.2f} TFLOP/s in {config.dtype}")
+              f"multiplies {ceilings.flops_per_second / 1e12:,.2f} TFLOP/s in {dtype}")
         llm = LLM(folder.path, **options)
         results = (run_image if args.mode == "image" else run_generation)(args, folder, llm, ceilings)
-        backend = type(select_backend(args.backend, device)).__name__.removesuffix("Backend").lower()
+        backend = type(select_backend(args.backend, device, dtype)).__name__.removesuffix("Backend").lower()
         setting = report.setting_of(folder.name, folder.weights, device, backend, args.commit)
     report.print_report(setting, results)
     if args.plot:

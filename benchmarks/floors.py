@@ -23,13 +23,23 @@ class Ceilings:
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Measures a copy and a square matrix product; call it before an engine takes the memory."""
-    num_bytes, side = (1 << 30, 8192) if device.type == "cuda" else (1 << 27, 1024)
+    ceilings = Ceilings(_copy_rate(device), _product_rate(device, dtype))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()        # an engine sizes its caches by what is free
+    return ceilings
+
+
+def _copy_rate(device: torch.device) -> float:
+    num_bytes = 1 << (30 if device.type == "cuda" else 27)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    left, right = torch.ones(2, side, side, dtype=dtype, device=device)
-    product = torch.empty_like(left)
-    return Ceilings(2 * num_bytes / _seconds(lambda: target.copy_(source), device),
-                    2 * side**3 / _seconds(lambda: torch.mm(left, right, out=product), device))
+    return 2 * num_bytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    side = 8192 if device.type == "cuda" else 1024
+    left, right, product = torch.rand(3, side, side, device=device).to(dtype)
+    return 2 * side**3 / _seconds(lambda: torch.mm(left, right, out=product), device)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

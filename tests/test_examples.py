@@ -14,6 +14,7 @@ import pytest
 import test_partial_recompute as experiment
 from benchmarks.floors import encoder_operations, kv_bytes_per_token, step_parameters
 from benchmarks.generation import FULL_SIZE, FULL_SIZE_TOKENS, throughput_work
+from benchmarks.models import write_demo_model
 from benchmarks.pictures import draw_shapes
 from benchmarks.published import SIZES, make_qwen_tokenizer, write_published
 from benchmarks.report import Result, Setting, comparisons, plot
@@ -48,6 +49,20 @@ def test_example_answers_and_reuses_the_picture(tmp_path: Path) -> None:
     tokens = 17 * 23                         # of the 640x480 picture
     assert numbers["num_reused_tokens"][moved] == tokens - math.ceil(0.05 * tokens)
     assert "answers mean nothing" in output
+
+
+def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                             capsys: pytest.CaptureFixture[str]) -> None:
+    demo = write_demo_model(tmp_path / "demo")
+    draw_shapes(560, 560).save(tmp_path / "picture.png")
+    monkeypatch.chdir(tmp_path)
+    text, image = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    for code in (text, image):
+        assert len(code.splitlines()) <= 13
+        exec(re.sub(r'"Qwen/[\w.-]+"', repr(str(demo)), code.replace("max_tokens=64", "max_tokens=3")), {})
+    lines = capsys.readouterr().out.splitlines()
+    cached, reused = map(int, lines[-1].split()[-2:])
+    assert cached == 256 and 0 < reused < 400 - 20          # of 400; what an exact hit covers is not reused
 
 
 def test_bench_text_beside_transformers(tmp_path: Path) -> None:

@@ -24,14 +24,59 @@ class SpanBatch:
     max_seqlen_k: int
 
 
+class FusedOps(ABC):
+    """What layers do beside attention, each in one pass over memory; every kernel names its twin in plain torch."""
+
+    @staticmethod
+    @abstractmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of the rows of x `[rows, size]`."""
+
+    @staticmethod
+    @abstractmethod
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(the norm of x + residual, x + residual), all `[rows, size]`."""
+
+    @staticmethod
+    @abstractmethod
+    def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+        """`silu(gate) * up`, all `[rows, size]`."""
+
+    @staticmethod
+    @abstractmethod
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Turns x `[tokens, heads, head_dim]` in place by cos and sin, float32 `[tokens, head_dim / 2]`."""
+
+    @staticmethod
+    @abstractmethod
+    def norm_rotate_store(qkv: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor, float] | None,
+                          k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> Tensor:
+        """Queries `[tokens, heads, head_dim]`, normed and turned; keys, likewise, and values go to the caches."""
+
+    @staticmethod
+    @abstractmethod
+    def draw(logits: Tensor, largest: Tensor, temperature: Tensor, keys: Tensor, lowest: Tensor | None,
+             log_min_p: Tensor | None) -> Tensor:
+        """One id a row of logits `[n, vocab]` by Gumbel-max."""
+
+    @staticmethod
+    @abstractmethod
+    def move_kv(pool: Tensor, sources: Tensor, targets: Tensor, first_rows: Tensor,
+                turn: tuple[Tensor, Tensor] | None) -> None:
+        """Slots of pool `[layers, 2, slots, kv_heads, head_dim]` to other slots, keys turned by one angle a pair."""
+
+
 class AttentionBackend(ABC):
     """One attention engine; it holds no state of a step, so one instance serves every layer of a model."""
+
+    fused: FusedOps | None = None       # None: layers compute in plain torch
 
     @abstractmethod
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write k, v `[tokens, kv_heads, head_dim]` into the caches `[blocks, block_size, kv_heads, head_dim]`.
 
-        Token `i` goes to slot `slot_mapping[i]` (int64, counted over blocks); a slot of -1 is skipped.
+        Token `i` goes to slot `slot_mapping[i]` (int64, counted over blocks); a slot of -1 is skipped. A value that is
+        not finite may be stored as 0, so that it reaches no other sequence that comes to use its block.
         """
 
     @abstractmethod
@@ -39,7 +84,7 @@ class AttentionBackend(ABC):
         """Attention of q `[tokens, heads, dim]` over the caches `[blocks, block_size, kv_heads, dim]`; same shape as q.
 
         Causal, aligned at the end of the KV range: query `i` of a span of `m` sees the keys before `k_len - m + i + 1`.
-        What lies behind a span's KV range is never read, so it may hold anything, NaN included.
+        What lies behind a span's KV range changes nothing, as long as the values there are finite.
         """
 
     @abstractmethod

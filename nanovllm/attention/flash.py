@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.contract import AttentionBackend, SpanBatch
+from nanovllm.attention.fused import TritonOps
 from nanovllm.kernels.kv_store import store_kv
 
 
 class FlashBackend(AttentionBackend):
     """What both versions share; they compute in float16 and bfloat16 only."""
+
+    fused = TritonOps()
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.store_kv`."""

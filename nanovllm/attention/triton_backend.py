@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.contract import AttentionBackend, SpanBatch
+from nanovllm.attention.fused import TritonOps
 from nanovllm.kernels.attention import Tiles, attend
 from nanovllm.kernels.kv_store import store_kv
 
@@ -17,6 +18,8 @@ DECODES_WORTH_A_LAUNCH = 4  # one-query spans before the others that get a launc
 
 class TritonBackend(AttentionBackend):
     """Paged attention that splits long key ranges over idle multiprocessors; float32, too, at a slower pace."""
+
+    fused = TritonOps()
 
     def __init__(self, device: torch.device) -> None:
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,7 +1,9 @@
 """One rank of an engine: loads the model, sizes its caches, and carries out one StepPlan after the other."""
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import cast
 
 import numpy as np
@@ -17,6 +19,7 @@ from nanovllm.models.registry import build_model
 from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.parallel import ALONE, TensorParallel
 from nanovllm.plan import StepPlan, StepResult
+from nanovllm.runner.cuda_graph import DecodeGraphs, graph_sizes
 from nanovllm.runner.image_encoder import EncodedImages, EncodesImages, encode_images, encode_spread_images
 from nanovllm.runner.inputs import layer_stages, sampling_inputs, to_device
 from nanovllm.runner.kv_cache import (
@@ -35,6 +38,8 @@ from nanovllm.runner.warm_up import (
     max_patches_a_call,
     num_warm_up_blocks,
 )
+
+logger = logging.getLogger(__name__)
 
 DUMMY_SEED = 0
 
@@ -70,8 +75,8 @@ class ModelRunner:
         self.device = pick_device(config.device) if device is None else device
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         allocated_before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        backend = select_backend(config.attention_backend, self.device)
-        self.model = build_model(config.model_config, backend, self.dtype, self.device, parallel)
+        self.backend = select_backend(config.attention_backend, self.device, self.dtype)
+        self.model = build_model(config.model_config, self.backend, self.dtype, self.device, parallel)
         if config.load_format == "dummy":
             init_dummy_weights(self.model, DUMMY_SEED)
         else:
@@ -79,9 +84,10 @@ class ModelRunner:
         text = config.model_config.text
         text = replace(text, num_kv_heads=parallel.num_kv_heads(text.num_kv_heads))
         self.cache_config = replace(config.model_config, text=text)         # of this rank's share of the KV cache
-        self.sampler = Sampler(text.vocab_size, config.max_num_seqs, known_vocab, self.device)
+        self.sampler = Sampler(text.vocab_size, config.max_num_seqs, known_vocab, self.device, self.backend.fused)
         self.last_ids = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)     # by batch row
         self.max_patches_a_call = max_patches_a_call(config)
+        self.decode_graphs: DecodeGraphs | None = None
         sizes = self._size_caches(allocated_before)
         self.num_kvcache_blocks, self.encoder_num_blocks = parallel.smallest(
             [sizes.num_kvcache_blocks, sizes.encoder_num_blocks], self.device)
@@ -89,6 +95,8 @@ class ModelRunner:
         self.kv_cache = allocate_kv_cache(text, self.num_kvcache_blocks, block_size, self.dtype, self.device)
         self.encoder_cache = EncoderCacheManager(self.encoder_num_blocks, block_size, text.hidden_size, self.dtype,
                                                  self.device)
+        if self.device.type == "cuda" and self.backend.fused is not None and not config.enforce_eager:
+            self.decode_graphs = self._capture_graphs()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carries out one step and waits for its result."""
@@ -123,7 +131,7 @@ class ModelRunner:
     def close(self) -> None:
         """Gives the device memory back; the runner carries out no step any more."""
         self.encoder_cache.release_rows()
-        del self.model, self.kv_cache, self.sampler, self.last_ids
+        del self.model, self.kv_cache, self.sampler, self.last_ids, self.decode_graphs
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -132,7 +140,9 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, kv_cache: Tensor) -> tuple[SamplerOutput | None, EncodedImages]:
         """KV copies, images, the spans through the layers, one id for each of the logits rows."""
         if plan.copies:
-            move_kv(kv_cache, plan.copies, self.model.model.rotary_emb.inv_freq)
+            move_kv(kv_cache, plan.copies, self.model.model.rotary_emb.inv_freq, self.backend.fused)
+        if self.decode_graphs is not None and self.decode_graphs.fits(plan):
+            return self._sample(plan, self.decode_graphs.replay(plan)), EncodedImages()
         encoded, uncached = self._encode(plan)
         token_ids = to_device(plan.token_ids, self.device)
         if plan.fed.shape[1]:
@@ -145,7 +155,10 @@ class ModelRunner:
             hidden[rows.target:rows.target + len(image)] = image
         stages = layer_stages(plan.stages, self.config.kvcache_block_size, self.device)
         hidden = self.model(hidden, to_device(plan.positions, self.device), kv_cache, stages)
-        return self._sample(plan, hidden) if len(plan.logits_rows) else None, encoded
+        if not len(plan.logits_rows):
+            return None, encoded
+        logits = self.model.compute_logits(hidden.index_select(0, to_device(plan.logits_rows, self.device)))
+        return self._sample(plan, logits), encoded
 
     def _encode(self, plan: StepPlan) -> tuple[EncodedImages, dict[object, Tensor]]:
         """Encodes the plan's images: rows with blocks go to the encoder cache, the others are returned by key."""
@@ -170,14 +183,24 @@ class ModelRunner:
         encoded.rows.clear()        # a step in flight holds no rows that are in the cache
         return encoded, uncached
 
-    def _sample(self, plan: StepPlan, hidden: Tensor) -> SamplerOutput | None:
-        logits = self.model.compute_logits(hidden.index_select(0, to_device(plan.logits_rows, self.device)))
+    def _sample(self, plan: StepPlan, logits: Tensor) -> SamplerOutput | None:
         if self.parallel.rank:
             return None
         inputs = sampling_inputs(plan.sampling, plan.penalty_resets, logits.shape[1], self.device)
         sampled = self.sampler(logits, inputs)
         self.last_ids[to_device(plan.sampling.seq_rows, self.device)] = sampled.token_ids
         return sampled
+
+    @torch.inference_mode()
+    def _capture_graphs(self) -> DecodeGraphs:
+        start = perf_counter()
+        before = torch.cuda.memory_reserved(self.device)
+        axes = 1 if self.config.model_config.text.rope.mrope_section is None else 3
+        graphs = DecodeGraphs(self.model, self.kv_cache, self.last_ids, graph_sizes(self.config.max_num_seqs), axes,
+                              self.config.max_model_len, self.parallel)
+        logger.info("%d CUDA graphs for decode steps took %.1f s and %.0f MiB", len(graphs.sizes),
+                    perf_counter() - start, (torch.cuda.memory_reserved(self.device) - before) / 2**20)
+        return graphs
 
     # ------------------------------------------------------------ memory
 

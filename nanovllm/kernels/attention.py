@@ -39,10 +39,9 @@ def _load_tile(pointers: tl.tensor, rows: tl.tensor, dims: tl.tensor, limit: tl.
 @triton.jit
 def _fold_keys(
     acc: tl.tensor, acc_tail: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor, q: tl.tensor, q_tail: tl.tensor,
-    k: tl.tensor, v: tl.tensor, k_stride: int, v_stride: int, table: tl.tensor, first_key: tl.tensor,
-    start: tl.tensor, stop: tl.tensor, visible: tl.tensor, k_len: tl.tensor, scale: float,
-    DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
+    k: tl.tensor, v: tl.tensor, k_stride: int, v_stride: int, table: tl.tensor, first_key: tl.tensor, start: tl.tensor,
+    stop: tl.tensor, visible: tl.tensor, k_len: tl.tensor, scale: float, DIM: tl.constexpr, MAIN: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Keys [start, stop) join the running softmax; a row sees the keys before `visible`. `scale` is in powers of 2."""
     key, dims, tail = tl.arange(0, KEYS), tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL)
@@ -71,8 +70,7 @@ def _fold_keys(
         shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
         weights = tl.math.exp2(scores * scale - shift[:, None])
         decay = tl.math.exp2(row_max - shift)
-        row_sum = row_sum * decay + tl.sum(weights, 1)
-        row_max = new_max
+        row_sum, row_max = row_sum * decay + tl.sum(weights, 1), new_max
         values = _load_tile(v_rows + dims[None, :], real, dims, DIM, MASKED, MAIN > DIM)
         weights = weights.to(values.dtype)
         acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
@@ -97,7 +95,7 @@ def _row_tile(cu_seqlens: tl.tensor, num_spans: tl.tensor, tile: tl.tensor, GROU
 
 @triton.jit
 def _key_ranges(q_len: tl.tensor, k_len: tl.tensor, first_row: tl.tensor, token: tl.tensor, CAUSAL: tl.constexpr,
-                GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+                ONE_QUERY: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
                 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """(first key of this split, first one that needs a mask, the one behind the last, keys that each row sees)."""
     least, most = k_len, k_len      # keys that the first row sees, and the last one
@@ -110,16 +108,17 @@ def _key_ranges(q_len: tl.tensor, k_len: tl.tensor, first_row: tl.tensor, token:
     size = tl.cdiv(tl.cdiv(most, KEYS), tl.num_programs(2)) * KEYS
     start = tl.program_id(2) * size
     stop = tl.minimum(start + size, most)
-    return start, tl.maximum(tl.minimum(least // KEYS * KEYS, stop), start), stop, visible
+    unmasked = start if ONE_QUERY else tl.maximum(tl.minimum(least // KEYS * KEYS, stop), start)
+    return start, unmasked, stop, visible
 
 
 @triton.jit(do_not_specialize=["num_spans", "table_stride", "tokens"],      # else each of them compiles anew
             do_not_specialize_on_alignment=["cu_seqlens", "seqlens_k", "tables"])
 def _attend_kernel(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, out: tl.tensor, log_sums: tl.tensor,
-    cu_seqlens: tl.tensor, seqlens_k: tl.tensor, tables: tl.tensor, num_spans: int, table_stride: int, scale: float,
-    q_stride: int, q_head_stride: int, k_stride: int, k_head_stride: int, v_stride: int, v_head_stride: int,
-    tokens: int, GROUP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, out: tl.tensor, log_sums: tl.tensor, cu_seqlens: tl.tensor,
+    seqlens_k: tl.tensor, tables: tl.tensor, num_spans: int, table_stride: int, scale: float, q_stride: int,
+    q_head_stride: int, k_stride: int, k_head_stride: int, v_stride: int, v_head_stride: int, tokens: int,
+    GROUP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ONE_QUERY: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
 ) -> None:
     """One tile of rows of one KV head over one split of its keys; a BLOCK_SIZE of 0 means keys of its own segment."""
@@ -139,16 +138,13 @@ def _attend_kernel(
     queries = _load_tile(q_rows + dims[None, :], filled, dims, DIM, True, True)
     queries_tail = _load_tile(q_rows + tail[None, :], filled, tail, DIM, True, True)
     k, v, table = k + kv_head * k_head_stride, v + kv_head * v_head_stride, tables + span.to(tl.int64) * table_stride
-    k_len = q_len
-    if BLOCK_SIZE:
-        k_len = tl.load(seqlens_k + span)
-    start, unmasked, stop, visible = _key_ranges(q_len, k_len, first_row, token, BLOCK_SIZE > 0, GROUP, ROWS, KEYS)
+    k_len = tl.load(seqlens_k + span) if BLOCK_SIZE else q_len
+    start, unmasked, stop, visible = _key_ranges(
+        q_len, k_len, first_row, token, BLOCK_SIZE > 0, ONE_QUERY, GROUP, ROWS, KEYS)
 
     acc, acc_tail = tl.zeros([ROWS, MAIN], tl.float32), tl.zeros([ROWS, TAIL], tl.float32)
     row_max, row_sum = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    if ONE_QUERY:       # so few tiles that a second loop costs more than masks
-        unmasked = start
-    else:
+    if not ONE_QUERY:       # a decode has so few tiles that a second loop would cost more than masks
         acc, acc_tail, row_max, row_sum = _fold_keys(
             acc, acc_tail, row_max, row_sum, queries, queries_tail, k, v, k_stride, v_stride, table, first_token,
             start, unmasked, visible, k_len, scale, DIM, MAIN, TAIL, BLOCK_SIZE, KEYS, False)

@@ -26,6 +26,8 @@ if triton is not None:
             head, dim = place // head_dim, place % head_dim
             key = tl.load(k + token * k_token_stride + head * k_head_stride + dim * k_dim_stride, mask=mask)
             value = tl.load(v + token * v_token_stride + head * v_head_stride + dim * v_dim_stride, mask=mask)
+            # FlashAttention 3 multiplies what lies behind a sequence in its last block by 0, which must not give NaN.
+            value = tl.where(tl.abs(value.to(tl.float32)) < float("inf"), value, 0.0)
             # slot * row_size passes 2^31 in a large cache: both are int64 here
             tl.store(k_cache + slot * row_size + place, key, mask=mask)
             tl.store(v_cache + slot * row_size + place, value, mask=mask)
@@ -34,6 +36,7 @@ if triton is not None:
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """k, v `[tokens, kv_heads, head_dim]` (any strides) to row `slot_mapping[i]` of the caches; -1 writes nothing.
 
+    A value that is not finite becomes 0: the request it belongs to shows it elsewhere, and others may read its block.
     Caches: `[blocks, block_size, kv_heads, head_dim]`, contiguous; slot_mapping: int64 `[tokens]`, on the same device.
     Raises RuntimeError where Triton is not installed. Equal in plain torch: `attention.torch_backend.store_kv_torch`.
     """

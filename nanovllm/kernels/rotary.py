@@ -33,6 +33,30 @@ def _rotate_kernel(
     tl.store(place + HALF, turned[1].to(first.dtype), mask=mask)
 
 
+@triton.jit
+def _norm(first: tl.tensor, second: tl.tensor, weight: tl.tensor, mask: tl.tensor, eps: float, HALF: tl.constexpr,
+          ) -> tuple[tl.tensor, tl.tensor]:
+    """RMSNorm of heads given as two halves; float32, rounded where the twin rounds: before the weight and behind it."""
+    wide, wide_too = first.to(tl.float32), second.to(tl.float32)
+    scale = tl.rsqrt((tl.sum(wide * wide, 1) + tl.sum(wide_too * wide_too, 1)) / (2 * HALF) + eps)[:, None]
+    gain = tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+    gain_too = tl.load(weight + HALF, mask=mask, other=0.0).to(tl.float32)
+    normed = ((wide * scale).to(first.dtype).to(tl.float32) * gain).to(first.dtype).to(tl.float32)
+    return normed, ((wide_too * scale).to(first.dtype).to(tl.float32) * gain_too).to(first.dtype).to(tl.float32)
+
+
+@triton.jit
+def _finite(x: tl.tensor) -> tl.tensor:
+    """x with 0 in place of what is not finite, see kernels.kv_store."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
+
+
+@triton.jit
+def _store_halves(place: tl.tensor, first: tl.tensor, second: tl.tensor, mask: tl.tensor, HALF: tl.constexpr) -> None:
+    tl.store(place, first, mask=mask)
+    tl.store(place + HALF, second, mask=mask)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _project_kernel(
     qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, eps: float,
@@ -43,37 +67,26 @@ def _project_kernel(
     """A row is a head of a token: of a query, a key or a value, in this order."""
     row, pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     token, head = row // (HEADS + 2 * KV_HEADS), row % (HEADS + 2 * KV_HEADS)
-    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
-    inside = (pair < HALF)[None, :]
-    mask = (row < rows)[:, None] & inside
+    of_query, of_value = head < HEADS, head >= HEADS + KV_HEADS
+    mask = (row < rows)[:, None] & (pair < HALF)[None, :]
     place = qkv + (token.to(tl.int64) * qkv_stride + head * (2 * HALF))[:, None] + pair[None, :]
     given, given_too = tl.load(place, mask=mask, other=0.0), tl.load(place + HALF, mask=mask, other=0.0)
     first, second = given.to(tl.float32), given_too.to(tl.float32)
     if NORM:
-        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
-        weight = tl.where(is_query, q_weight, k_weight)[:, None] + pair[None, :]
-        gain, gain_too = tl.load(weight, mask=mask, other=0.0), tl.load(weight + HALF, mask=mask, other=0.0)
-        # rounded where the twin rounds: once before the weight, once behind it
-        first = ((first * scale).to(given.dtype).to(tl.float32) * gain.to(tl.float32)).to(given.dtype).to(tl.float32)
-        second = (second * scale).to(given.dtype).to(tl.float32) * gain_too.to(tl.float32)
-        second = second.to(given.dtype).to(tl.float32)
+        weight = tl.where(of_query, q_weight, k_weight)[:, None] + pair[None, :]
+        first, second = _norm(given, given_too, weight, mask, eps, HALF)
     first, second = _turn(first, second, token, cos, sin, pair, mask, HALF)
-    turned = tl.where(is_value[:, None], given, first.to(given.dtype))
-    turned_too = tl.where(is_value[:, None], given_too, second.to(given.dtype))
+    first, second = first.to(given.dtype), second.to(given.dtype)
 
+    q_row = (token.to(tl.int64) * HEADS + head) * (2 * HALF)
+    _store_halves(q + q_row[:, None] + pair[None, :], first, second, mask & of_query[:, None], HALF)
     slot = tl.load(slot_mapping + token, mask=row < rows, other=-1)     # int64: slot * size passes 2^31
-    q_place = q + ((token.to(tl.int64) * HEADS + head) * (2 * HALF))[:, None] + pair[None, :]
-    of_query = mask & is_query[:, None]
-    tl.store(q_place, turned, mask=of_query)
-    tl.store(q_place + HALF, turned_too, mask=of_query)
-    k_place = k_cache + ((slot * KV_HEADS + head - HEADS) * (2 * HALF))[:, None] + pair[None, :]
-    of_key = mask & ((slot >= 0) & (head >= HEADS) & (head < HEADS + KV_HEADS))[:, None]
-    tl.store(k_place, turned, mask=of_key)
-    tl.store(k_place + HALF, turned_too, mask=of_key)
-    v_place = v_cache + ((slot * KV_HEADS + head - HEADS - KV_HEADS) * (2 * HALF))[:, None] + pair[None, :]
-    of_value = mask & ((slot >= 0) & is_value)[:, None]
-    tl.store(v_place, turned, mask=of_value)
-    tl.store(v_place + HALF, turned_too, mask=of_value)
+    of_key, stored = ~(of_query | of_value), mask & (slot >= 0)[:, None]
+    k_row = (slot * KV_HEADS + head - HEADS) * (2 * HALF)
+    _store_halves(k_cache + k_row[:, None] + pair[None, :], first, second, stored & of_key[:, None], HALF)
+    v_row = k_row - KV_HEADS * (2 * HALF)
+    _store_halves(v_cache + v_row[:, None] + pair[None, :], _finite(given), _finite(given_too),
+                  stored & of_value[:, None], HALF)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -97,7 +110,8 @@ def norm_rotate_store(
 
     Queries and keys are normed per head if `norms` gives their weights `[head_dim]` and the epsilon, and turned by cos
     and sin (float32 `[tokens, head_dim / 2]`). Keys and values go to row `slot_mapping[i]` of the contiguous caches
-    `[blocks, block_size, kv_heads, head_dim]`; -1 writes nothing. Equal in plain torch: `layers.attention`.
+    `[blocks, block_size, kv_heads, head_dim]`, as `kernels.kv_store.store_kv` says. Equal in plain torch:
+    `layers.attention`.
     """
     (tokens, all_heads, head_dim), kv_heads = qkv.shape, k_cache.shape[2]
     assert qkv.stride()[1:] == (head_dim, 1) and cos.is_contiguous() and sin.is_contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.attention.contract import FusedOps
 from nanovllm.layers.linear import MergedLinear, RowLinear
 from nanovllm.parallel import ALONE, TensorParallel
 
@@ -17,12 +18,13 @@ class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))` for x `[tokens, hidden_size]`, gate and up being one matrix product."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False,
-                 parallel: TensorParallel = ALONE) -> None:
+                 fused: FusedOps | None = None, parallel: TensorParallel = ALONE) -> None:
         super().__init__()
+        self.silu_and_mul = silu_and_mul if fused is None else fused.silu_and_mul
         parts = dict.fromkeys(("gate_proj", "up_proj"), parallel.split(intermediate_size))
         self.gate_up_proj = MergedLinear(hidden_size, parts, bias)
         self.down_proj = RowLinear(intermediate_size, hidden_size, bias, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj.forward_parts(x)
-        return self.down_proj(silu_and_mul(gate, up))
+        return self.down_proj(self.silu_and_mul(gate, up))

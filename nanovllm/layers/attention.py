@@ -31,11 +31,20 @@ class PagedAttention(nn.Module):
 
         kv_heads are those of this rank.
         """
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj.forward_parts(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
         k_cache, v_cache = kv_cache.unbind(0)
-        self.backend.store_kv(k, v, k_cache, v_cache, spans.slot_mapping)
+        q = self._queries(x, rotation, k_cache, v_cache, spans.slot_mapping)
         out = self.backend.attend(q, k_cache, v_cache, spans, self.scale)
         return self.o_proj(out.flatten(1))
+
+    def _queries(self, x: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
+        """Queries `[tokens, heads, head_dim]`; keys and values go to the caches."""
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        if (fused := self.backend.fused) is not None:
+            qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+            weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
+            return fused.norm_rotate_store(qkv, *rotation, weights, k_cache, v_cache, slots)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj.forward_parts(x))
+        if norms is not None:
+            q, k = norms[0](q), norms[1](k)
+        self.backend.store_kv(apply_rotary(k, rotation), v, k_cache, v_cache, slots)
+        return apply_rotary(q, rotation)

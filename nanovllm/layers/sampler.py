@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm.attention.contract import FusedOps
+
 NEG_INF = float("-inf")
 
 
@@ -98,7 +100,8 @@ class Sampler:
     """
 
     def __init__(self, vocab_size: int, max_num_seqs: int, known_vocab: NDArray[np.bool_] | None,
-                 device: torch.device) -> None:
+                 device: torch.device, fused: FusedOps | None = None) -> None:
+        self.fused = fused
         self.vocab_size = vocab_size
         self.max_num_seqs = max_num_seqs
         self.device = device
@@ -119,9 +122,9 @@ class Sampler:
         finite = largest.isfinite()
         for group in inputs.random:
             if group.rows is None:
-                token_ids = draw(logits, largest, group)
+                token_ids = draw(logits, largest, group, self.fused)
             else:
-                token_ids[group.rows] = draw(logits[group.rows], largest[group.rows], group)
+                token_ids[group.rows] = draw(logits[group.rows], largest[group.rows], group, self.fused)
         token_ids = token_ids * finite        # 0 where nothing could be sampled
         if (penalty := inputs.penalty) is not None:
             self._seen_ids()[penalty.seq_rows, token_ids[penalty.rows]] = True
@@ -154,12 +157,17 @@ class Sampler:
 
 # ---------------------------------------------------------------- random draws
 
-def draw(logits: Tensor, largest: Tensor, group: RandomRows) -> Tensor:
+def draw(logits: Tensor, largest: Tensor, group: RandomRows, fused: FusedOps | None = None) -> Tensor:
     """int64 [n]: one id a row of `logits` [n, vocab] whose largest values are `largest` [n]."""
+    if fused is not None and not group.num_ranked:
+        return fused.draw(logits, largest, group.temperature, group.keys, None, group.log_min_p)
     # The largest becomes 0, so that no temperature can turn a finite logit into an infinite one.
     scaled = (logits - largest.unsqueeze(1)) / group.temperature
-    if group.num_ranked:
-        scaled.masked_fill_(scaled < lowest_kept(scaled, group), NEG_INF)
+    lowest = lowest_kept(scaled, group) if group.num_ranked else None
+    if fused is not None:
+        return fused.draw(logits, largest, group.temperature, group.keys, lowest, group.log_min_p)
+    if lowest is not None:
+        scaled.masked_fill_(scaled < lowest, NEG_INF)
     if group.log_min_p is not None:
         scaled.masked_fill_(scaled < group.log_min_p, NEG_INF)
     return scaled.add_(gumbel_noise(group.keys, scaled.shape[1])).argmax(dim=-1)

@@ -22,10 +22,10 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: TextConfig, backend: AttentionBackend, parallel: TensorParallel) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend.fused)
         self.self_attn = PagedAttention(config, backend, parallel)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, parallel=parallel)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend.fused)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, fused=backend.fused, parallel=parallel)
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, kv_cache: Tensor, spans: SpanBatch
@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, parallel)
         self.layers = nn.ModuleList(DecoderLayer(config, backend, parallel) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend.fused)
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim)
 
     def forward(self, hidden: Tensor, positions: Tensor, kv_cache: Tensor, stages: Sequence[LayerStage]) -> Tensor:

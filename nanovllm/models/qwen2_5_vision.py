@@ -93,8 +93,12 @@ class VisionAttention(nn.Module):
         self.proj = RowLinear(size, size, bias=True, parallel=parallel)
 
     def forward(self, x: Tensor, rotation: Rotation, segments: Segments) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)      # [patches, heads, head_dim]
-        q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        if (fused := self.backend.fused) is not None:
+            fused.rotate(qkv[:, :2].flatten(1, 2), *rotation)           # queries and keys, in place
+        q, k, v = qkv.unbind(1)                                         # [patches, heads, head_dim]
+        if fused is None:
+            q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
         out = self.backend.encode(q, k, v, segments.cu_seqlens, segments.seqlens, self.scale)
         return self.proj(out.flatten(1))
 
@@ -104,30 +108,35 @@ class VisionBlock(nn.Module):
 
     def __init__(self, config: VisionConfig, backend: AttentionBackend, parallel: TensorParallel) -> None:
         super().__init__()
-        self.norm1 = RMSNorm(config.hidden_size, NORM_EPS)
+        self.norm1 = RMSNorm(config.hidden_size, NORM_EPS, backend.fused)
         self.attn = VisionAttention(config, backend, parallel)
-        self.norm2 = RMSNorm(config.hidden_size, NORM_EPS)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=True, parallel=parallel)
+        self.norm2 = RMSNorm(config.hidden_size, NORM_EPS, backend.fused)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=True, fused=backend.fused,
+                            parallel=parallel)
 
-    def forward(self, x: Tensor, rotation: Rotation, segments: Segments) -> Tensor:
-        x = x + self.attn(self.norm1(x), rotation, segments)
-        return x + self.mlp(self.norm2(x))
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """(what this block adds, the stream it is to be added to), both `[patches, hidden]`."""
+        x, residual = self.norm1.add_and_norm(x, residual)
+        x, residual = self.norm2.add_and_norm(self.attn(x, rotation, segments), residual)
+        return self.mlp(x), residual
 
 
 class PatchMerger(nn.Module):
     """Each merge x merge square of patches to one row of the decoder's width."""
 
-    def __init__(self, config: VisionConfig, parallel: TensorParallel) -> None:
+    def __init__(self, config: VisionConfig, backend: AttentionBackend, parallel: TensorParallel) -> None:
         super().__init__()
         self.merged_size = config.hidden_size * config.spatial_merge_size**2
-        self.ln_q = RMSNorm(config.hidden_size, NORM_EPS)
+        self.ln_q = RMSNorm(config.hidden_size, NORM_EPS, backend.fused)
         self.mlp = nn.Sequential(
             ColumnLinear(self.merged_size, (parallel.split(self.merged_size),), bias=True), nn.GELU(),
             RowLinear(self.merged_size, config.out_hidden_size, bias=True, parallel=parallel))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[patches / merge^2, out_hidden_size]` of x `[patches, hidden]`, the patches of a square side by side."""
-        return self.mlp(self.ln_q(x).view(-1, self.merged_size))
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """`[patches / merge^2, out_hidden_size]` of x + residual `[patches, hidden]`, squares in a row."""
+        return self.mlp(self.ln_q.add_and_norm(x, residual)[0].view(-1, self.merged_size))
 
 
 class VisionTower(nn.Module):
@@ -141,7 +150,7 @@ class VisionTower(nn.Module):
         self.full_layers = frozenset(config.fullatt_block_indexes)
         self.patch_embed = nn.Sequential(OrderedDict(proj=PatchProjection(config)))
         self.blocks = nn.ModuleList(VisionBlock(config, backend, parallel) for _ in range(config.depth))
-        self.merger = PatchMerger(config, parallel)
+        self.merger = PatchMerger(config, backend, parallel)
         # Half the pairs of a head turn by the patch's row, half by its column.
         axis_dim = config.hidden_size // config.num_heads // 2
         self.register_buffer("inv_freq", inverse_frequencies(ROPE_THETA, axis_dim), persistent=False)
@@ -178,7 +187,8 @@ class VisionTower(nn.Module):
         frames = Segments.of_lengths(sum((layout.frame_lens for layout in layouts), ()), device)
         x = self.patch_embed(patches)
         x = x.unflatten(0, (-1, self.merge**2)).index_select(0, order).flatten(0, 1)
+        residual: Tensor | None = None
         for index, block in enumerate(self.blocks):
-            x = block(x, rotation, frames if index in self.full_layers else windows)
-        merged = self.merger(x)
+            x, residual = block(x, residual, rotation, frames if index in self.full_layers else windows)
+        merged = self.merger(x, residual)
         return torch.empty_like(merged).index_copy_(0, order, merged)

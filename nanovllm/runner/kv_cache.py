@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.attention.contract import FusedOps
 from nanovllm.model_config import ModelConfig, TextConfig
 from nanovllm.plan import KVCopy
 from nanovllm.runner.inputs import block_slots, to_device
@@ -79,7 +80,7 @@ def allocate_kv_cache(text: TextConfig, num_blocks: int, block_size: int, dtype:
 
 # ---------------------------------------------------------------- moves
 
-def move_kv(kv_cache: Tensor, copies: Sequence[KVCopy], inv_freq: Tensor) -> None:
+def move_kv(kv_cache: Tensor, copies: Sequence[KVCopy], inv_freq: Tensor, fused: FusedOps | None = None) -> None:
     """Carries out `copies` in the pool `[layers, 2, blocks, block_size, kv_heads, head_dim]`, one after the other.
 
     Keys are turned by `delta * inv_freq` (inv_freq `[head_dim / 2]`, radians per position) in float32 and rounded
@@ -94,6 +95,10 @@ def move_kv(kv_cache: Tensor, copies: Sequence[KVCopy], inv_freq: Tensor) -> Non
         stop = copy.target_start + copy.num_tokens
         targets = to_device(block_slots(copy.target_blocks, copy.target_start, stop, block_size), pool.device)
         turn = rotation_by(copy.delta, inv_freq) if copy.delta else None
+        if fused is not None:
+            first_rows = to_device(np.broadcast_to(np.asarray(copy.first_rows, np.int64), num_layers), pool.device)
+            fused.move_kv(pool, sources, targets, first_rows, turn)
+            continue
         for first, stop, row in layer_runs(copy.first_rows, num_layers):
             if row < copy.num_tokens:
                 row_bytes = 2 * kv_heads * head_dim * pool.element_size() * (copy.num_tokens - row)

@@ -19,7 +19,8 @@ SHAPES: dict[str, list[Span]] = {
     "decode": [(seq, n - 1, n) for seq, n in enumerate(LENGTHS)],
     "whole prompts": [(seq, 0, n) for seq, n in enumerate(LENGTHS)],
     "chunk border": [(0, 128, 640), (2, 300, 513), (5, 1000, 2024)],
-    "n + 1 spans of a sequence": [(0, 0, 30), (0, 200, 230), (0, 600, 700), (5, 10, 11), (5, 2000, 2100), (5, 2999, 3000)],
+    "n + 1 spans of a sequence": [(0, 0, 30), (0, 200, 230), (0, 600, 700), (5, 10, 11), (5, 2000, 2100),
+                                  (5, 2999, 3000)],
     "block edge": [(0, 255, 257), (1, 255, 256), (2, 256, 512), (5, 0, 256), (5, 511, 513)],
     "tail of one token": [(0, 0, 64), (0, 699, 700), (2, 0, 511), (2, 512, 513)],
     "decodes before a prefill": [*[(seq, n - 1, n) for seq, n in enumerate(LENGTHS)], (3, 0, 40), (5, 100, 1500)],
@@ -33,7 +34,10 @@ def check_shape(backend: AttentionBackend, lengths: list[int], spans: list[Span]
     num_heads, kv_heads, dim = heads
     generator = torch.Generator(device).manual_seed(dim)
     pages, truth = Pages(lengths, block_size, random.Random(dim)), TorchBackend()
-    k_cache, v_cache = pages.cache(2, kv_heads, dim, dtype=dtype, device=device)       # unused slots stay NaN
+    # Unused slots stay NaN, or for flash 3, which multiplies them by 0, a large number.
+    k_cache, v_cache = pages.cache(2, kv_heads, dim, dtype=dtype, device=device)
+    if type(backend).__name__ == "FlashAttention3":
+        v_cache.fill_(1e4)
     for seq, n in enumerate(lengths):
         k, v = torch.randn(2, n, kv_heads, dim, device=device, generator=generator).to(dtype)
         backend.store_kv(k, v, k_cache, v_cache, pages.batch([(seq, 0, n)], device).slot_mapping)
@@ -52,7 +56,8 @@ def check_padding(backend: AttentionBackend, dtype: torch.dtype, device: str) ->
     spans = pages.batch([(0, 299, 300), (1, 19, 20), (1, 18, 19)], device)
     q = torch.randn(3, 4, 64, device=device).to(dtype)
     full = backend.attend(q, k_cache, v_cache, spans, 0.125)
-    empty = replace(spans, seqlens_k=spans.seqlens_k * torch.tensor([1, 1, 0], device=device).int(), k_lens=(300, 20, 0))
+    filled = torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
+    empty = replace(spans, seqlens_k=spans.seqlens_k * filled, k_lens=(300, 20, 0))
     out = backend.attend(q, k_cache, v_cache, empty, 0.125)
     assert out.isfinite().all() and torch.equal(out[:2], full[:2])
 

@@ -1,18 +1,13 @@
 """The KV store kernel against its torch twin: in Triton's interpreter on the CPU, and on the GPU itself."""
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from nanovllm.attention.torch_backend import store_kv_torch
 from nanovllm.kernels.kv_store import store_kv
+from tests.interpreted import run_interpreted, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPES = [(kv_heads, dim) for kv_heads in (1, 2, 3, 6) for dim in (64, 80, 96, 128)]
 HUGE_SLOTS, HUGE_ROW = 2_097_153, (8, 128)      # the last slot begins at value 2^31 of the cache
 
@@ -41,21 +36,25 @@ def check_huge_cache(device: str) -> None:
     assert torch.equal(cache[-1], row)
 
 
+def check_not_finite(device: str) -> None:
+    """Values that would poison the next reader of a block are stored as 0; keys, which a mask replaces, as they are."""
+    caches = torch.ones(2, 1, 2, 1, 16, device=device)
+    row = torch.tensor([float("nan"), float("inf"), float("-inf"), 3.0] * 4, device=device).view(1, 1, 16)
+    store_kv(row, row, caches[0], caches[1], torch.tensor([1], device=device))
+    torch.testing.assert_close(caches[0, 0, 1], row[0], equal_nan=True, rtol=0, atol=0)
+    assert torch.equal(caches[1, 0, 1], row[0].nan_to_num(0.0, 0.0, 0.0)) and (caches[:, 0, 0] == 1).all()
+
+
 def check_all_on_cpu() -> None:
     for kv_heads, dim in SHAPES:
         check_store(kv_heads, dim, "cpu", torch.float32)
     check_store(3, 80, "cpu", torch.float16)
+    check_not_finite("cpu")
     check_huge_cache("cpu")     # memory that is never touched costs nothing
 
 
-def run_python(code: str, **env: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_interpreted_kernel_equals_its_twin():
-    pytest.importorskip("triton")
-    run_python("from tests.kernels.test_kv_store import check_all_on_cpu; check_all_on_cpu()", TRITON_INTERPRET="1")
+    run_interpreted(__name__, "check_all_on_cpu")
 
 
 def test_module_can_be_imported_without_triton():
@@ -63,6 +62,7 @@ def test_module_can_be_imported_without_triton():
 import sys, torch
 sys.modules["triton"] = None
 from nanovllm.kernels.kv_store import store_kv
+from tests.interpreted import run_interpreted, run_python
 x = torch.zeros(1, 1, 4)
 try:
     store_kv(x, x, x[None], x[None], torch.zeros(1, dtype=torch.int64))
@@ -77,6 +77,11 @@ else:
 @pytest.mark.parametrize("kv_heads,dim", SHAPES)
 def test_kernel_equals_its_twin(kv_heads, dim):
     check_store(kv_heads, dim, "cuda")
+
+
+@pytest.mark.gpu
+def test_values_that_are_not_finite():
+    check_not_finite("cuda")
 
 
 @pytest.mark.gpu

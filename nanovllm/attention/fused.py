@@ -1,0 +1,21 @@
+"""The Triton kernels that layers use beside attention, one object that a backend hands on."""
+from __future__ import annotations
+
+from nanovllm.attention.contract import FusedOps
+from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.kv_move import move_kv
+from nanovllm.kernels.norm import add_rms_norm, rms_norm
+from nanovllm.kernels.rotary import norm_rotate_store, rotate
+from nanovllm.kernels.sampling import draw
+
+
+class TritonOps(FusedOps):
+    """See each kernel's own file."""
+
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    silu_and_mul = staticmethod(silu_and_mul)
+    rotate = staticmethod(rotate)
+    norm_rotate_store = staticmethod(norm_rotate_store)
+    draw = staticmethod(draw)
+    move_kv = staticmethod(move_kv)

@@ -1,0 +1,160 @@
+"""Decode steps as CUDA graphs: one launch in place of hundreds, for every batch size up to max_num_seqs."""
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.contract import SpanBatch
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.layer_stage import LayerStage
+from nanovllm.parallel import ALONE, TensorParallel
+from nanovllm.plan import StepPlan
+from nanovllm.runner.inputs import span_slots
+
+ALIGNMENT = 16      # bytes, of each array in a buffer
+HOST_BUFFERS = 3    # steps in flight, and one to fill
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes with a graph of their own; `max_num_seqs` always is one, so that no batch is too large for all."""
+    sizes = {1, 2, 4, *range(8, min(max_num_seqs, 256), 8), *range(256, max_num_seqs, 16), max_num_seqs}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """What one graph reads: views of a byte buffer that a single copy fills before each replay."""
+
+    token_ids: Tensor       # int64 [size]
+    fed: Tensor             # int64 [size] batch row whose last id takes the place of token_ids; -1: none
+    positions: Tensor       # int64 [axes, size]
+    slot_mapping: Tensor    # int64 [size]
+    seqlens_k: Tensor       # int32 [size]
+    block_tables: Tensor    # int32 [size, width]
+
+    @staticmethod
+    def shapes(size: int, num_axes: int, width: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of each array, in the order of the fields."""
+        return [(torch.int64, (size,)), (torch.int64, (size,)), (torch.int64, (num_axes, size)), (torch.int64, (size,)),
+                (torch.int32, (size,)), (torch.int32, (size, width))]
+
+    @classmethod
+    def num_bytes(cls, size: int, num_axes: int, width: int) -> int:
+        return sum(_padded(dtype.itemsize * prod(shape)) for dtype, shape in cls.shapes(size, num_axes, width))
+
+    @classmethod
+    def views(cls, buffer: Tensor, size: int, num_axes: int, width: int) -> DecodeInputs:
+        """Arrays one behind the other in a byte buffer."""
+        views, offset = [], 0
+        for dtype, shape in cls.shapes(size, num_axes, width):
+            num_bytes = dtype.itemsize * prod(shape)
+            views.append(buffer[offset:offset + num_bytes].view(dtype).view(shape))
+            offset += _padded(num_bytes)
+        return cls(*views)
+
+    def fill(self, plan: StepPlan, block_size: int) -> None:
+        """Writes a plan's decodes, in host memory. A row behind them writes no KV, and what it reads, one slot of
+        block 0, goes nowhere."""
+        spans, n = plan.stages[0].spans, len(plan.token_ids)
+        fed = np.full(n, -1)
+        fed[plan.fed[0]] = plan.fed[1]
+        for view, values, harmless in (
+                (self.token_ids, plan.token_ids, 0), (self.fed, fed, -1), (self.positions, plan.positions, 0),
+                (self.slot_mapping, span_slots(spans, block_size), -1), (self.seqlens_k, spans.starts + 1, 1)):
+            into = view.numpy()
+            into[..., :n], into[..., n:] = values, harmless
+        tables, width = self.block_tables.numpy(), spans.block_tables.shape[1]
+        tables[:n, :width], tables[:n, width:], tables[n:] = spans.block_tables, 0, 0
+
+    def spans(self, block_size: int) -> SpanBatch:
+        """One query each; the longest KV range is what a whole block table holds, whatever the sequences' lengths."""
+        size, width = self.block_tables.shape
+        device = self.block_tables.device
+        return SpanBatch(cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=device),
+                         seqlens_k=self.seqlens_k, block_tables=self.block_tables, slot_mapping=self.slot_mapping,
+                         q_lens=(1,) * size, k_lens=(), max_seqlen_q=1, max_seqlen_k=width * block_size)
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor          # float32 [size, vocab_size], overwritten by the next replay of any size
+
+
+class DecodeGraphs:
+    """Decode steps captured for a list of batch sizes; a batch takes the next larger one.
+
+    Args:
+        model: what is captured, from token ids to logits.
+        kv_cache: the pool `[layers, 2, blocks, block_size, kv_heads, head_dim]`, at this address for good.
+        last_ids: int64 `[batch rows]`, the last id that each row sampled.
+        sizes: batch sizes.
+        num_axes: of positions.
+        max_model_len: tokens of a sequence; block tables are wide enough for one more.
+        parallel: the ranks that capture and replay together; rank 0 alone has last ids and logits.
+    """
+
+    def __init__(self, model: CausalLM, kv_cache: Tensor, last_ids: Tensor, sizes: Sequence[int], num_axes: int,
+                 max_model_len: int, parallel: TensorParallel = ALONE) -> None:
+        self.parallel = parallel
+        self.model, self.kv_cache, self.last_ids = model, kv_cache, last_ids
+        self.block_size = kv_cache.shape[3]
+        self.layout = (num_axes, max_model_len // self.block_size + 1)
+        self.sizes = sorted(sizes)
+        num_bytes = DecodeInputs.num_bytes(self.sizes[-1], *self.layout)
+        self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=kv_cache.device)
+        self.host_buffers = [(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+                             for _ in range(HOST_BUFFERS)]
+        pool = torch.cuda.graph_pool_handle()
+        # The largest first: the smaller ones then find room in its memory.
+        self.steps = {size: self._capture(size, pool) for size in reversed(self.sizes)}
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether a plan is a decode batch of a captured size: a token each, all of them sampled, no images."""
+        spans = plan.stages[0].spans
+        return (len(plan.token_ids) <= self.sizes[-1] and len(plan.logits_rows) == len(plan.token_ids)
+                and len(plan.stages) == 1 and spans.block_tables.shape[1] <= self.layout[1] and not plan.image_rows)
+
+    def replay(self, plan: StepPlan) -> Tensor:
+        """Logits, float32 [tokens, vocab_size], of a plan that fits; they stand until the next replay."""
+        size = self.sizes[bisect_left(self.sizes, len(plan.token_ids))]
+        host, copied = self.host_buffers[0]
+        self.host_buffers.append(self.host_buffers.pop(0))
+        copied.synchronize()        # of three steps ago: long since done
+        DecodeInputs.views(host, size, *self.layout).fill(plan, self.block_size)
+        num_bytes = DecodeInputs.num_bytes(size, *self.layout)
+        self.buffer[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
+        copied.record()
+        step = self.steps[size]
+        step.graph.replay()
+        return step.logits[:len(plan.token_ids)]
+
+    def _capture(self, size: int, pool: Any) -> CapturedStep:
+        inputs = DecodeInputs.views(self.buffer, size, *self.layout)
+        inputs.fed.fill_(-1)
+        inputs.slot_mapping.fill_(-1)
+        inputs.seqlens_k.fill_(1)
+        spans = inputs.spans(self.block_size)
+        self._decode(inputs, spans)             # compiles kernels, makes the libraries allocate what they keep
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits = self._decode(inputs, spans)
+        return CapturedStep(graph, logits)
+
+    def _decode(self, inputs: DecodeInputs, spans: SpanBatch) -> Tensor:
+        """Logits of every row; what depends on a batch's numbers is read from `inputs` on the device."""
+        last = self.parallel.broadcast(self.last_ids[inputs.fed.clamp(min=0)])
+        hidden = self.model.embed(torch.where(inputs.fed < 0, inputs.token_ids, last))
+        hidden = self.model(hidden, inputs.positions, self.kv_cache, [LayerStage(0, None, spans)])
+        return self.model.compute_logits(hidden)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
