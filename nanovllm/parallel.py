@@ -1,6 +1,7 @@
 """One rank's place in tensor parallelism: its share of every size, and what it sends to and gets from the others."""
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -8,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)     # of a rank that waits for another one
@@ -142,3 +143,30 @@ def host_store() -> TCPStore:
 def join_store(port: int) -> TCPStore:
     """The store that another process of this machine hosts."""
     return TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
+
+
+def launched_rank(size: int) -> int | None:
+    """The rank of this process among `size` that a launcher such as torchrun has started; None if it is on its own.
+
+    Raises ValueError if they are another number.
+    """
+    rank, world = os.environ.get("RANK"), int(os.environ.get("WORLD_SIZE", 1))
+    if rank is None or world == 1:
+        return None
+    if world != size:
+        raise ValueError(f"tensor_parallel_size={size}, but WORLD_SIZE={world} processes were launched: launch "
+                         f"{size}, or give tensor_parallel_size={world}")
+    return int(rank)
+
+
+def launched_store(rank: int, size: int) -> Store:
+    """What the launched processes share, each engine of theirs under keys of its own.
+
+    The store of the default process group if there is one, else that of MASTER_ADDR and MASTER_PORT.
+    """
+    if dist.is_initialized():
+        shared = dist.distributed_c10d._get_default_store()
+    else:
+        shared, _, _ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
+    number = shared.add(f"nanovllm engines of rank {rank}", 1)      # ranks make their engines in the same order
+    return PrefixStore(f"nanovllm engine {number}", shared)

@@ -221,6 +221,8 @@ class LLMEngine:
     def _check_open(self) -> None:
         if not self._close.alive:
             raise RuntimeError("this engine was closed by exit(): make a new LLM")
+        if self.runner.parallel.rank:
+            raise RuntimeError("only rank 0 takes requests; the other ranks call generate() when it does")
 
     # ------------------------------------------------------------ text
 

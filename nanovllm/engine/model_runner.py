@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import cast
@@ -127,6 +129,11 @@ class ModelRunner:
         logprobs = step.sampled.logprobs
         return StepResult(token_ids, step.sampled.finite.numpy(),
                           None if logprobs is None else logprob_dicts(logprobs, token_ids.tolist()), encode_seconds)
+
+    @contextmanager
+    def call(self) -> Iterator[bool]:
+        """Around a call that every launched rank makes; True where it has requests to run."""
+        yield True
 
     def close(self) -> None:
         """Gives the device memory back; the runner carries out no step any more."""

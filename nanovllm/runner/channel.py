@@ -42,6 +42,10 @@ class Failed:
     error: str
 
 
+class EndCall:
+    """Tells a rank that was launched beside the first that the call which all of them made is over."""
+
+
 class Close:
     """Tells a rank to give its memory back and end."""
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from nanovllm.parallel import connect, join_store
-from nanovllm.runner.channel import Close, Failed, Ready, Start, pack, receive, send
+from nanovllm.runner.channel import Close, EndCall, Failed, Ready, Start, pack, receive, send
 
 PARENT_POLL_SECONDS = 0.5
 
@@ -67,15 +67,19 @@ def start_runner(start: Start, connection: Connection) -> StepRunner:
     return runner
 
 
-def follow(connection: Connection, runner: StepRunner) -> None:
-    """Carries out plans until it is told to close; as on rank 0, a step may be launched while one is still running."""
+def follow(connection: Connection, runner: StepRunner) -> bool:
+    """Carries out plans until it is told to close, or, which makes it return True, that a call is over.
+
+    As on rank 0, a step may be launched while one is still running.
+    """
     launched: deque[Any] = deque()
-    while not isinstance(message := receive(connection), Close):
+    while not isinstance(message := receive(connection), (Close, EndCall)):
         launched.append(runner.launch(message))
         if len(launched) > 1:
             runner.collect(launched.popleft())
     for step in launched:
         runner.collect(step)
+    return isinstance(message, EndCall)
 
 
 def describe(error: BaseException) -> str:

@@ -40,7 +40,13 @@ class Ranks:
 
     def __init__(self, devices: Sequence[torch.device], spread_images: bool, build: Callable[..., Any],
                  args: tuple[Any, ...]) -> None:
-        self.size = len(devices)
+        self.prepare(len(devices), devices[0])
+        with self.starting():
+            self._start(devices, spread_images, build, args)
+
+    def prepare(self, size: int, device: torch.device) -> None:
+        """The state before any rank is there."""
+        self.size, self.device = size, device
         self.parallel = TensorParallel(0, self.size)        # until the ranks are connected
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.connections: dict[int, Connection] = {}
@@ -49,9 +55,13 @@ class Ranks:
         self.changed = threading.Condition()                # guards the two above
         self.stop, self.stopped = Pipe()
         self.watcher = threading.Thread(target=self._watch, name="nanovllm-ranks", daemon=True)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """For the start of the ranks: an error in it leaves nothing of them."""
         try:
             with self.together():
-                self._start(devices, spread_images, build, args)
+                yield
         except BaseException:
             self.close()
             raise
@@ -75,6 +85,9 @@ class Ranks:
         for connection, message in zip(self.connections.values(),
                                        pack_plan(plan, self.size, self.parallel.spread_images)):
             send(connection, message)
+
+    def end_call(self) -> None:
+        """Lets ranks go that follow no longer than a call; these do for as long as they live."""
 
     def await_ready(self, seconds: float | None = None) -> None:
         """Until every rank is where it next meets the others; raises RankError if one fails, or needs too long."""
@@ -134,7 +147,7 @@ class Ranks:
     def _death(self, rank: int) -> str:
         try:
             code = self.processes[rank].wait(BLAME_SECONDS)
-        except subprocess.TimeoutExpired:
+        except (KeyError, subprocess.TimeoutExpired):       # a launched rank is not our process
             return "closed its connection"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
