@@ -98,10 +98,11 @@ def assert_right(oracle: Oracle, prompt: Prompt, output: RequestOutput) -> None:
 
 
 def assert_near(expected: Tensor, output: RequestOutput) -> None:
-    """Logprobs [tokens, vocab] as expected to 1e-4, and every token the first of the most likely ones."""
+    """Logprobs [tokens, vocab] as expected to 1e-4, and every token a most likely one."""
     difference = (dense_logprobs(output) - expected).abs().max().item()
     assert difference < 1e-4, f"logprobs differ by {difference}"
-    assert output["token_ids"] == expected.argmax(-1).tolist()
+    drawn = expected.gather(1, torch.tensor(output["token_ids"])[:, None]).squeeze(1)
+    assert (expected.amax(1) - drawn).max() < 1e-4, "a token is not the most likely one"
 
 
 def dense_logprobs(output: RequestOutput) -> Tensor:

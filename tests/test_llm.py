@@ -27,10 +27,10 @@ def folder(tmp_path_factory):
     return make_qwen2_5_vl(tmp_path_factory.mktemp("vl"))
 
 
-@pytest.fixture(scope="module")
-def shared(folder):
+@pytest.fixture(scope="module", params=[False, True], ids=["", "overlap"])
+def shared(folder, request):
     """An engine that tests leave as they found it."""
-    with make_llm(folder, max_model_len=1024) as llm:
+    with make_llm(folder, max_model_len=1024, overlap=request.param) as llm:
         yield llm
 
 
@@ -218,7 +218,7 @@ def test_request_beyond_the_pool_is_refused_when_it_is_added(folder):
         with pytest.raises(ValueError, match=r"6 KV blocks.*900.*500.*4"):
             llm.add_request(text(900), greedy(500))
         outputs = []
-        for _ in range(4):
+        for _ in range(5):
             outputs += llm.step()
         assert [output["seq_id"] for output in outputs] == [small]
         assert_idle(llm)
@@ -226,8 +226,9 @@ def test_request_beyond_the_pool_is_refused_when_it_is_added(folder):
 
 # ---------------------------------------------------------------- requests one by one
 
-def test_abort_of_running_and_waiting_requests(folder):
-    with make_llm(folder, max_num_seqs=2) as llm:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_abort_of_running_and_waiting_requests(folder, overlap):
+    with make_llm(folder, max_num_seqs=2, overlap=overlap) as llm:
         ids = [llm.add_request(text(9, seed), greedy(6)) for seed in range(4)]
         for _ in range(3):
             assert llm.step() == []

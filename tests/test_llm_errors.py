@@ -180,6 +180,18 @@ def test_engine_nobody_refers_to_frees_its_memory_at_once(folder):
         gc.enable()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pixels_are_let_go_with_their_request(folder, overlap):
+    words = prompt(text(9), picture(112, 112), text(5))
+    with make_llm(folder, overlap=overlap) as llm:
+        mm_inputs = words.mm_inputs
+        watched = weakref.ref(mm_inputs["pixel_values"])
+        llm.generate(words.token_ids, greedy(4), mm_inputs, use_tqdm=False)
+        assert watched() is mm_inputs["pixel_values"]
+        del mm_inputs
+        assert watched() is None
+
+
 def test_exit_gives_memory_back_and_may_be_called_again(folder):
     llm = make_llm(folder)
     llm.add_request(text(5), greedy(4))

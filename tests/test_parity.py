@@ -17,3 +17,15 @@ def test_drawn_case_equals_transformers(tmp_path, seed):
     outcome = compare(case, make_checkpoint(case, tmp_path))
     assert outcome.tokens_equal and outcome.max_difference < 1e-3
     assert outcome.preemptions > 0 and outcome.cached_tokens > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("seed", [0, 3, 5])
+def test_drawn_case_on_a_gpu_equals_transformers(tmp_path, seed, enforce_eager, backend):
+    case = draw_case(seed)
+    outcome = compare(case, make_checkpoint(case, tmp_path), device="cuda", attention_backend=backend,
+                      enforce_eager=enforce_eager, max_num_seqs=8, gpu_memory_utilization=0.1)
+    assert outcome.tokens_equal and outcome.max_difference < 1e-3
+    assert outcome.preemptions > 0 and outcome.cached_tokens > 0

@@ -84,8 +84,19 @@ def test_every_shape_cold_then_moved(pair, name, ratio):
 @pytest.mark.parametrize("any_ordinal", [False, True])
 @pytest.mark.parametrize("budget, overlap", [(16384, False), (16384, True), (24, True), (7, False)])
 def test_random_requests(pair, any_ordinal, budget, overlap):
-    both = pair(any_ordinal, recompute_ratio=0.1, max_num_batched_tokens=budget, overlap=overlap)
-    rng = random.Random(budget)
+    ask_at_random(pair(any_ordinal, recompute_ratio=0.1, max_num_batched_tokens=budget, overlap=overlap), budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_random_requests_on_a_gpu(pair, backend, enforce_eager):
+    ask_at_random(pair(recompute_ratio=0.1, device="cuda", attention_backend=backend, enforce_eager=enforce_eager,
+                       max_num_seqs=4, gpu_memory_utilization=0.1), seed=1)
+
+
+def ask_at_random(both, seed):
+    rng = random.Random(seed)
     for i in range(14):
         parts = [text(rng.randint(0, 30), i)]
         for _ in range(rng.randint(0, 4)):

@@ -66,11 +66,15 @@ def time_ms(run: Run, sets: int, eager: bool) -> float:
     """Milliseconds of one call: the median of several rounds."""
     for i in range(min(sets, 3)):
         run(i)
+    if GPU:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run(0)
     if not GPU:
-        begin = time.perf_counter()
-        run(0)
         return (time.perf_counter() - begin) * 1e3
-    calls = max(sets, 8)
+    torch.cuda.synchronize()
+    slow = time.perf_counter() - begin > 5e-3
+    calls, num_rounds = (2, 4) if slow else (max(sets, 8), 11)
 
     def all_calls() -> None:
         for i in range(calls):
@@ -83,7 +87,7 @@ def time_ms(run: Run, sets: int, eager: bool) -> float:
             all_calls()
         all_calls = graph.replay
     rounds = []
-    for _ in range(4 if eager else 11):
+    for _ in range(num_rounds):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         all_calls()
@@ -397,6 +401,22 @@ def draw_case(rows: int, vocab_size: int, filters: bool) -> Case:
                 {f"chunk {n}": with_constant(sampling, "CHUNK", n, fused) for n in (1024, 2048, 8192, 16384)}, eager=())
 
 
+def ranking_cases(rows: int, vocab_size: int) -> Iterator[Case]:
+    logits = torch.randn(rows, vocab_size, device=DEVICE).mul_(3)
+    scaled = (logits - logits.max(dim=1, keepdim=True).values) / 0.6
+    yield Case(f"largest of {rows} x {vocab_size}", logits.numel() * 4, 0, 1, {
+        "triton": lambda i: sampling.largest(logits)[1], "torch": lambda i: logits.max(dim=1).indices,
+    }, lambda: logits.max(dim=1).indices, eager=())
+    for name, k, p in (("top-k 20, top-p 0.95", 20, 0.95), ("top-k 50", 50, 1.0), ("top-p 0.95", vocab_size, 0.95)):
+        top_k, top_p = torch.full((rows, 1), k, device=DEVICE), torch.full((rows, 1), p, device=DEVICE)
+        group = sampler.RandomRows(None, top_p, top_k, k, top_k, top_p, None)
+        kernel_run = partial(lambda top_k, top_p, _: sampling.lowest_kept(scaled, top_k, top_p), top_k, top_p)
+        torch_run = partial(lambda group, _: sampler.lowest_kept(scaled, group), group)
+        yield Case(f"lowest kept {rows}, {name}", logits.numel() * 4, 0, 1, {"triton": kernel_run, "torch": torch_run},
+                   partial(torch_run, 0), {f"chunk {n}": with_constant(sampling, "RANKED_CHUNK", n, kernel_run)
+                                           for n in (1024, 2048, 8192)})
+
+
 def other_cases() -> Iterator[Case]:
     for rows, size in ((256, 1024), (16384, 1024), (10589, 2048), (42196, 1280)) if GPU else ((4, 64),):
         yield norm_case(rows, size)
@@ -408,6 +428,7 @@ def other_cases() -> Iterator[Case]:
         yield project_case(tokens, heads, kv_heads, 128, with_norm)
     yield store_case(16384 if GPU else 5, 8, 128)
     yield move_case(36 if GPU else 2, 10549 if GPU else 50, 2, 128)
+    yield from ranking_cases(256 if GPU else 2, 151936 if GPU else 300)
     for filters in (False, True):
         yield draw_case(256 if GPU else 3, 151936 if GPU else 5000, filters)
 

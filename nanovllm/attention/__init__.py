@@ -16,7 +16,8 @@ def select_backend(
 ) -> AttentionBackend:
     """The backend called `name`, or for "auto" the fastest one for `dtype` on `device`.
 
-    On a CUDA device "auto" takes FlashAttention 3 or 2 where it is installed, else Triton; on the CPU it takes torch.
+    On a CUDA device "auto" takes FlashAttention 3 or 2 where it is installed, with Triton for the shapes that it does
+    faster, else Triton alone; on the CPU it takes torch.
     "flash" needs one of the packages. Raises ValueError for a name or a type of device that is not known, and for a
     backend that does not run there or in that dtype.
     """
@@ -30,13 +31,14 @@ def select_backend(
     if device.type not in DEVICES[name if name != "auto" else "triton"]:
         raise ValueError(f"attention_backend {name!r} does not run on device {str(device)!r}; use 'auto' or 'torch'")
     # Imported here, since neither package need be installed where nothing runs on a GPU.
+    from nanovllm.attention.fastest import FastestBackend
     from nanovllm.attention.flash import flash_backend
     from nanovllm.attention.triton_backend import TritonBackend
 
     if name != "triton":
         flash = flash_backend(device) if dtype != torch.float32 else None
         if flash is not None:
-            return flash
+            return flash if name == "flash" else FastestBackend(flash, TritonBackend(device))
         if name == "flash":
             raise ValueError(f"attention_backend 'flash' cannot be had for {dtype} on {device}: it computes in float16 "
                              "or bfloat16, and needs flash_attn_interface on a Hopper GPU or flash_attn on an Ampere "

@@ -55,6 +55,16 @@ class FusedOps(ABC):
 
     @staticmethod
     @abstractmethod
+    def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(largest value, its id) of each row of float32 logits `[n, vocab]`; NaN where a row holds one."""
+
+    @staticmethod
+    @abstractmethod
+    def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        """float32 `[n, 1]`: the smallest value of each row of scaled `[n, vocab]` that top-k and then top-p keep."""
+
+    @staticmethod
+    @abstractmethod
     def draw(logits: Tensor, largest: Tensor, temperature: Tensor, keys: Tensor, lowest: Tensor | None,
              log_min_p: Tensor | None) -> Tensor:
         """One id a row of logits `[n, vocab]` by Gumbel-max."""

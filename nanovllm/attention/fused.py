@@ -6,7 +6,7 @@ from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.kv_move import move_kv
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.rotary import norm_rotate_store, rotate
-from nanovllm.kernels.sampling import draw
+from nanovllm.kernels.sampling import draw, largest, lowest_kept
 
 
 class TritonOps(FusedOps):
@@ -17,5 +17,7 @@ class TritonOps(FusedOps):
     silu_and_mul = staticmethod(silu_and_mul)
     rotate = staticmethod(rotate)
     norm_rotate_store = staticmethod(norm_rotate_store)
+    largest = staticmethod(largest)
+    lowest_kept = staticmethod(lowest_kept)
     draw = staticmethod(draw)
     move_kv = staticmethod(move_kv)

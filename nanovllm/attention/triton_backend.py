@@ -38,10 +38,13 @@ class TritonBackend(AttentionBackend):
         group, kv_heads = q.shape[1] // k_cache.shape[2], k_cache.shape[2]
         for first, stop, longest in ((0, decodes, 1), (decodes, len(spans.q_lens), spans.max_seqlen_q)):
             if first < stop:
+                # Token `first` begins span `first`: what stands before it are decodes. A launch sees its own rows only.
+                rows = slice(0, decodes) if longest == 1 else slice(first, None)
+                cu_seqlens_q = spans.cu_seqlens_q[first:stop + 1] - first if first else spans.cu_seqlens_q[:stop + 1]
                 tiles = paged_tiles(q, k_cache.shape[1], longest * group)
-                programs = kv_heads * (stop - first if longest == 1 else q.shape[0] * group // tiles.rows + 1)
+                programs = kv_heads * (stop - first if longest == 1 else len(q[rows]) * group // tiles.rows + 1)
                 tiles = self._split(tiles, programs, spans.max_seqlen_k)
-                attend(q, k_cache, v_cache, out, spans.cu_seqlens_q[first:stop + 1], scale, tiles,
+                attend(q[rows], k_cache, v_cache, out[rows], cu_seqlens_q, scale, tiles,
                        spans.seqlens_k[first:stop], spans.block_tables[first:stop], one_query=longest == 1)
         return out
 
@@ -66,7 +69,7 @@ def paged_tiles(q: Tensor, block_size: int, rows: int) -> Tiles:
     if q.dtype == torch.float32:
         return Tiles(16, min(keys, 32), 4, 2)
     if rows <= 16:
-        return Tiles(16, keys, 4, 4)
+        return Tiles(16, keys, 4, 3)
     if rows <= 64:
         return Tiles(64, keys, 4, 3)
     return Tiles(128, keys, 8, 3)
@@ -76,4 +79,6 @@ def segment_tiles(q: Tensor, max_seqlen: int) -> Tiles:
     """Tiles for segments of at most `max_seqlen` tokens; measured on an H200, see docs/log.md."""
     if q.dtype == torch.float32:
         return Tiles(16, 32, 4, 2)
-    return Tiles(64, 64, 4, 3) if max_seqlen <= 64 else Tiles(128, 64, 8, 3)
+    if max_seqlen <= 64:
+        return Tiles(64, 32, 4, 2)
+    return Tiles(128, 64, 4 if q.shape[2] <= 80 else 8, 3)

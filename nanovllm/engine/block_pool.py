@@ -1,7 +1,7 @@
 """The KV blocks of one engine: each is read by someone, or cached and evictable in LRU order, or free."""
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self.free: deque[int] = deque(range(num_blocks))
+        self.free = list(range(num_blocks - 1, -1, -1))        # the last one given back goes first: its memory is warm
         self.lru: OrderedDict[int, None] = OrderedDict()       # cached blocks nobody reads, oldest first
 
     @property
@@ -40,7 +40,7 @@ class BlockPool:
 
     def pop_free(self) -> int:
         """A block without content, with one reader."""
-        block_id = self.free.popleft()
+        block_id = self.free.pop()
         self.blocks[block_id].readers = 1
         return block_id
 

@@ -122,6 +122,8 @@ class LLMEngine:
             busy = bool(self.launched)
             if busy and not (seqs and self.overlap and len(self.launched) == 1):
                 self._take_in()
+            if self.launched and self.scheduler.is_finished():
+                self.abandon_steps()        # all that it computes lies behind the ends of its sequences
         except BaseException:
             self.abandon_steps()
             raise

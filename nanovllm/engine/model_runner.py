@@ -33,6 +33,7 @@ from nanovllm.runner.kv_cache import (
     sizes_of_budget,
     sizes_of_kv_bytes,
 )
+from nanovllm.runner.span_graph import SpanGraphs, bucket_sizes
 from nanovllm.runner.warm_up import (
     cache_budget,
     largest_picture,
@@ -90,6 +91,7 @@ class ModelRunner:
         self.last_ids = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)     # by batch row
         self.max_patches_a_call = max_patches_a_call(config)
         self.decode_graphs: DecodeGraphs | None = None
+        self.span_graphs: SpanGraphs | None = None
         sizes = self._size_caches(allocated_before)
         self.num_kvcache_blocks, self.encoder_num_blocks = parallel.smallest(
             [sizes.num_kvcache_blocks, sizes.encoder_num_blocks], self.device)
@@ -98,7 +100,7 @@ class ModelRunner:
         self.encoder_cache = EncoderCacheManager(self.encoder_num_blocks, block_size, text.hidden_size, self.dtype,
                                                  self.device)
         if self.device.type == "cuda" and self.backend.fused is not None and not config.enforce_eager:
-            self.decode_graphs = self._capture_graphs()
+            self._capture_graphs()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carries out one step and waits for its result."""
@@ -138,7 +140,7 @@ class ModelRunner:
     def close(self) -> None:
         """Gives the device memory back; the runner carries out no step any more."""
         self.encoder_cache.release_rows()
-        del self.model, self.kv_cache, self.sampler, self.last_ids, self.decode_graphs
+        del self.model, self.kv_cache, self.sampler, self.last_ids, self.decode_graphs, self.span_graphs
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -160,8 +162,11 @@ class ModelRunner:
             image = (uncached[rows.key][rows.first:rows.stop] if rows.block_ids is None
                      else self.encoder_cache.read(rows.block_ids, rows.stop, rows.first))
             hidden[rows.target:rows.target + len(image)] = image
-        stages = layer_stages(plan.stages, self.config.kvcache_block_size, self.device)
-        hidden = self.model(hidden, to_device(plan.positions, self.device), kv_cache, stages)
+        if self.span_graphs is not None and self.span_graphs.fits(plan):
+            hidden = self.span_graphs.replay(plan, hidden)
+        else:
+            stages = layer_stages(plan.stages, self.config.kvcache_block_size, self.device)
+            hidden = self.model(hidden, to_device(plan.positions, self.device), kv_cache, stages)
         if not len(plan.logits_rows):
             return None, encoded
         logits = self.model.compute_logits(hidden.index_select(0, to_device(plan.logits_rows, self.device)))
@@ -199,15 +204,18 @@ class ModelRunner:
         return sampled
 
     @torch.inference_mode()
-    def _capture_graphs(self) -> DecodeGraphs:
-        start = perf_counter()
+    def _capture_graphs(self) -> None:
+        start, config = perf_counter(), self.config
         before = torch.cuda.memory_reserved(self.device)
-        axes = 1 if self.config.model_config.text.rope.mrope_section is None else 3
-        graphs = DecodeGraphs(self.model, self.kv_cache, self.last_ids, graph_sizes(self.config.max_num_seqs), axes,
-                              self.config.max_model_len, self.parallel)
-        logger.info("%d CUDA graphs for decode steps took %.1f s and %.0f MiB", len(graphs.sizes),
+        axes = 1 if config.model_config.text.rope.mrope_section is None else 3
+        pool = torch.cuda.graph_pool_handle()
+        self.decode_graphs = DecodeGraphs(self.model, self.kv_cache, self.last_ids, graph_sizes(config.max_num_seqs),
+                                          axes, config.max_model_len, pool, self.parallel)
+        buckets = bucket_sizes(config.max_num_batched_tokens)
+        if buckets:
+            self.span_graphs = SpanGraphs(self.model, self.kv_cache, buckets, axes, config.max_model_len, pool)
+        logger.info("%d CUDA graphs took %.1f s and %.0f MiB", len(self.decode_graphs.sizes) + len(buckets),
                     perf_counter() - start, (torch.cuda.memory_reserved(self.device) - before) / 2**20)
-        return graphs
 
     # ------------------------------------------------------------ memory
 

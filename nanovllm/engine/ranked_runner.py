@@ -33,7 +33,9 @@ def start_runner(config: Config, known_vocab: NDArray[np.bool_]) -> ModelRunner:
         devices = rank_devices(first, size)
         return RankedRunner(config, known_vocab, Ranks(devices, spread, ModelRunner, (config,)))
     place = rank, size, launched_device(first), spread
-    return FollowingRunner(config, FirstRank(*place)) if rank else RankedRunner(config, known_vocab, JoinedRanks(*place))
+    if rank:
+        return FollowingRunner(config, FirstRank(*place))
+    return RankedRunner(config, known_vocab, JoinedRanks(*place))
 
 
 class RankedRunner(ModelRunner):

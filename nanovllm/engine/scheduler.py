@@ -81,7 +81,7 @@ class Scheduler:
 
     def abort(self, seq_id: int) -> bool:
         """Ends a request with reason "abort", once its pending id is here; False if there is none of that seq_id."""
-        seq = next((s for s in (*self.running, *self.waiting) if s.seq_id == seq_id), None)
+        seq = next((s for s in (*self.running, *self.waiting) if s.seq_id == seq_id and not s.abort_requested), None)
         if seq is not None and seq.num_pending:
             seq.abort_requested = True
         elif seq is not None:
@@ -207,7 +207,7 @@ class Scheduler:
         step.entries.append(ScheduledSeq(seq, spans, end, samples, token_index, seq.resets_row))
         seq.resets_row = False
         step.num_tokens += sum(b - a for a, b in spans)
-        step.is_prefill |= start < seq.num_prompt_tokens
+        step.is_prefill |= spans[0][0] < num_prompt
         seq.num_planned = end
         seq.num_pending += samples
 

@@ -1,4 +1,4 @@
-"""One token id a row of logits, drawn by Gumbel-max, without a word to the host."""
+"""What sampling does with rows of logits, the maximum, top-k and top-p, and the draw, without a word to the host."""
 from __future__ import annotations
 
 import torch
@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 4096        # ids that one program looks at
+RANKED_CHUNK = 4096     # ids that one turn of the loop over a whole row looks at
 
 
 @triton.jit
@@ -55,12 +56,107 @@ def _draw_kernel(
 
 
 @triton.jit
-def _pick_kernel(best: tl.tensor, best_ids: tl.tensor, token_ids: tl.tensor, chunks: int, WIDTH: tl.constexpr) -> None:
-    """The winner of a row's chunks; the first one of equals."""
+def _largest_kernel(logits: tl.tensor, best: tl.tensor, best_ids: tl.tensor, vocab_size: int, stride: int,
+                    CHUNK: tl.constexpr) -> None:
+    """The largest logit of one chunk of ids; NaN if there is one."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    logit = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab_size, other=float("-inf"))
+    value, place = tl.max(tl.where(logit == logit, logit, float("-inf")), 0, return_indices=True)
+    has_nan = tl.max((logit != logit).to(tl.int32), 0) > 0
+    out = row * tl.num_programs(1) + chunk
+    tl.store(best + out, tl.where(has_nan, float("nan"), value))
+    tl.store(best_ids + out, tl.minimum(chunk * CHUNK + place, vocab_size - 1))
+
+
+@triton.jit
+def _pick_kernel(best: tl.tensor, best_ids: tl.tensor, token_ids: tl.tensor, largest: tl.tensor, chunks: int,
+                 WIDTH: tl.constexpr, LARGEST: tl.constexpr) -> None:
+    """The winner of a row's chunks, the first one of equals, and its value; NaN if there is one."""
     row, chunk = tl.program_id(0), tl.arange(0, WIDTH)
     values = tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
-    winner = tl.argmax(values, 0)
+    value, winner = tl.max(tl.where(values == values, values, float("-inf")), 0, return_indices=True)
     tl.store(token_ids + row, tl.load(best_ids + row * chunks + winner).to(tl.int64))
+    if LARGEST:
+        has_nan = tl.max((values != values).to(tl.int32), 0) > 0
+        tl.store(largest + row, tl.where(has_nan, float("nan"), value))
+
+
+@triton.jit
+def _lower_bound(row: tl.tensor, vocab_size: int, wanted: tl.tensor, COUNT: tl.constexpr,
+                 CHUNK: tl.constexpr) -> tl.tensor:
+    """The largest float of which the values of `row` that reach it number, or sum in exp(value) to, `wanted` or more.
+
+    Floats are searched by their bits, two from the top a pass, in an order that unsigned integers share.
+    """
+    found, level = tl.zeros([1], tl.uint32), tl.arange(0, 4).to(tl.uint32)
+    for step in range(0, 32, 2):
+        bounds = found | (level << (30 - step))
+        reached = tl.zeros([4, CHUNK], tl.float32)
+        for first in range(0, vocab_size, CHUNK):
+            ids = first + tl.arange(0, CHUNK)
+            value = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
+            bits = value.to(tl.uint32, bitcast=True)
+            key = tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+            weight = (ids < vocab_size).to(tl.float32) if COUNT else tl.exp(value)
+            reached += tl.where(key[None, :] >= bounds[:, None], weight[None, :], 0.0)
+        enough = (tl.sum(reached, 1) >= wanted).to(tl.uint32)
+        found = found | ((tl.maximum(tl.sum(enough, 0), 1) - 1) << (30 - step)).to(tl.uint32)
+    bits = tl.where((found >> 31) == 1, found & 0x7FFFFFFF, found ^ 0xFFFFFFFF)
+    return tl.max(bits.to(tl.float32, bitcast=True), 0)
+
+
+@triton.jit
+def _lowest_kept_kernel(scaled: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, lowest: tl.tensor, vocab_size: int,
+                        CHUNK: tl.constexpr) -> None:
+    row, k, p = tl.program_id(0), tl.load(top_k + tl.program_id(0)), tl.load(top_p + tl.program_id(0))
+    values, bound = scaled + row.to(tl.int64) * vocab_size, float("-inf")
+    if k < vocab_size:
+        bound = _lower_bound(values, vocab_size, k.to(tl.float32), True, CHUNK)
+    if p < 1:
+        # Mass of the k largest: of equals of the last one only as many as belong to them.
+        mass, number = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        for first in range(0, vocab_size, CHUNK):
+            ids = first + tl.arange(0, CHUNK)
+            value = tl.load(values + ids, mask=ids < vocab_size, other=float("-inf"))
+            mass += tl.where(value > bound, tl.exp(value), 0.0)
+            number += tl.where(value > bound, 1.0, 0.0)
+        total = tl.sum(mass, 0) + tl.maximum(k.to(tl.float32) - tl.sum(number, 0), 0.0) * tl.exp(bound)
+        bound = tl.maximum(bound, _lower_bound(values, vocab_size, p * total, False, CHUNK))
+    tl.store(lowest + row, bound)
+
+
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(largest value, float32 `[n]`; its id, int64 `[n]`) of each row of float32 logits `[n, vocab]`.
+
+    The first of equals; a row with a NaN has the value NaN and any id. Equal in plain torch: `Tensor.max`.
+    """
+    (n, vocab_size), chunks = logits.shape, triton.cdiv(logits.shape[1], CHUNK)
+    assert logits.stride(1) == 1
+    best = torch.empty(n, chunks, dtype=torch.float32, device=logits.device)
+    best_ids = torch.empty(n, chunks, dtype=torch.int32, device=logits.device)
+    values = torch.empty(n, dtype=torch.float32, device=logits.device)
+    token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
+    if n:
+        _largest_kernel[(n, chunks)](logits, best, best_ids, vocab_size, logits.stride(0), CHUNK=CHUNK, num_warps=8)
+        _pick_kernel[(n,)](best, best_ids, token_ids, values, chunks, WIDTH=triton.next_power_of_2(chunks),
+                           LARGEST=True, num_warps=1)
+    return values, token_ids
+
+
+def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """float32 `[n, 1]`: the smallest value of each row of scaled `[n, vocab]` that top-k and then top-p keep.
+
+    scaled: float32, contiguous, 0 the largest of a row. top_k: int64 `[n, 1]`, vocab where off; top_p: float32
+    `[n, 1]`, 1 where off. No sort: a row is read some 16 times for each of the two. Equal in plain torch:
+    `layers.sampler.lowest_kept`.
+    """
+    n, vocab_size = scaled.shape
+    assert scaled.is_contiguous()
+    lowest = torch.empty(n, 1, dtype=torch.float32, device=scaled.device)
+    if n:
+        _lowest_kept_kernel[(n,)](scaled, top_k, top_p, lowest, vocab_size, CHUNK=RANKED_CHUNK, num_warps=16)
+    return lowest
 
 
 def draw(
@@ -81,5 +177,6 @@ def draw(
             logits, largest, temperature, keys, temperature if lowest is None else lowest,
             temperature if log_min_p is None else log_min_p, best, best_ids, vocab_size, logits.stride(0),
             RANKED=lowest is not None, MIN_P=log_min_p is not None, CHUNK=CHUNK, num_warps=8)
-        _pick_kernel[(n,)](best, best_ids, token_ids, chunks, WIDTH=triton.next_power_of_2(chunks), num_warps=1)
+        _pick_kernel[(n,)](best, best_ids, token_ids, best, chunks, WIDTH=triton.next_power_of_2(chunks),
+                           LARGEST=False, num_warps=1)
     return token_ids

@@ -72,5 +72,5 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor) -> Rotation:
         """cos and sin, float32 `[tokens, head_dim / 2]`, of positions int64 `[axes, tokens]`."""
         axis_positions = positions.index_select(0, self.axis_of_pair).float()   # [head_dim / 2, tokens]
-        angles = axis_positions.T * self.inv_freq
+        angles = axis_positions.T.contiguous() * self.inv_freq
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor

@@ -118,7 +118,7 @@ class Sampler:
         raw = None if inputs.logprobs is None else logits[inputs.logprobs.rows]
         self._reset_seen(inputs.resets)
         self._mask(logits, inputs)
-        largest, token_ids = logits.max(dim=-1)
+        largest, token_ids = logits.max(dim=-1) if self.fused is None else self.fused.largest(logits)
         finite = largest.isfinite()
         for group in inputs.random:
             if group.rows is None:
@@ -163,11 +163,12 @@ def draw(logits: Tensor, largest: Tensor, group: RandomRows, fused: FusedOps | N
         return fused.draw(logits, largest, group.temperature, group.keys, None, group.log_min_p)
     # The largest becomes 0, so that no temperature can turn a finite logit into an infinite one.
     scaled = (logits - largest.unsqueeze(1)) / group.temperature
-    lowest = lowest_kept(scaled, group) if group.num_ranked else None
     if fused is not None:
+        assert group.top_k is not None and group.top_p is not None
+        lowest = fused.lowest_kept(scaled, group.top_k, group.top_p)
         return fused.draw(logits, largest, group.temperature, group.keys, lowest, group.log_min_p)
-    if lowest is not None:
-        scaled.masked_fill_(scaled < lowest, NEG_INF)
+    if group.num_ranked:
+        scaled.masked_fill_(scaled < lowest_kept(scaled, group), NEG_INF)
     if group.log_min_p is not None:
         scaled.masked_fill_(scaled < group.log_min_p, NEG_INF)
     return scaled.add_(gumbel_noise(group.keys, scaled.shape[1])).argmax(dim=-1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,7 @@ from nanovllm.models.layer_stage import LayerStage
 from nanovllm.parallel import ALONE, TensorParallel
 from nanovllm.plan import StepPlan
 from nanovllm.runner.inputs import span_slots
-
-ALIGNMENT = 16      # bytes, of each array in a buffer
-HOST_BUFFERS = 3    # steps in flight, and one to fill
+from nanovllm.runner.staging import Shape, StagingBuffer, packed_bytes, packed_views
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -30,7 +27,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """What one graph reads: views of a byte buffer that a single copy fills before each replay."""
+    """What one graph reads, on the device, or the same arrays on the host where they are filled."""
 
     token_ids: Tensor       # int64 [size]
     fed: Tensor             # int64 [size] batch row whose last id takes the place of token_ids; -1: none
@@ -40,28 +37,14 @@ class DecodeInputs:
     block_tables: Tensor    # int32 [size, width]
 
     @staticmethod
-    def shapes(size: int, num_axes: int, width: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(size: int, num_axes: int, width: int) -> list[Shape]:
         """dtype and shape of each array, in the order of the fields."""
         return [(torch.int64, (size,)), (torch.int64, (size,)), (torch.int64, (num_axes, size)), (torch.int64, (size,)),
                 (torch.int32, (size,)), (torch.int32, (size, width))]
 
-    @classmethod
-    def num_bytes(cls, size: int, num_axes: int, width: int) -> int:
-        return sum(_padded(dtype.itemsize * prod(shape)) for dtype, shape in cls.shapes(size, num_axes, width))
-
-    @classmethod
-    def views(cls, buffer: Tensor, size: int, num_axes: int, width: int) -> DecodeInputs:
-        """Arrays one behind the other in a byte buffer."""
-        views, offset = [], 0
-        for dtype, shape in cls.shapes(size, num_axes, width):
-            num_bytes = dtype.itemsize * prod(shape)
-            views.append(buffer[offset:offset + num_bytes].view(dtype).view(shape))
-            offset += _padded(num_bytes)
-        return cls(*views)
-
     def fill(self, plan: StepPlan, block_size: int) -> None:
-        """Writes a plan's decodes, in host memory. A row behind them writes no KV, and what it reads, one slot of
-        block 0, goes nowhere."""
+        """Writes a plan's decodes. A row behind them writes no KV, and what it reads, one slot of block 0, goes
+        nowhere."""
         spans, n = plan.stages[0].spans, len(plan.token_ids)
         fed = np.full(n, -1)
         fed[plan.fed[0]] = plan.fed[1]
@@ -85,6 +68,7 @@ class DecodeInputs:
 @dataclass(frozen=True)
 class CapturedStep:
     graph: torch.cuda.CUDAGraph
+    spans: SpanBatch        # whose tensors the graph reads
     logits: Tensor          # float32 [size, vocab_size], overwritten by the next replay of any size
 
 
@@ -98,21 +82,19 @@ class DecodeGraphs:
         sizes: batch sizes.
         num_axes: of positions.
         max_model_len: tokens of a sequence; block tables are wide enough for one more.
+        pool: of memory that all graphs share, as `torch.cuda.graph_pool_handle` gives it.
         parallel: the ranks that capture and replay together; rank 0 alone has last ids and logits.
     """
 
     def __init__(self, model: CausalLM, kv_cache: Tensor, last_ids: Tensor, sizes: Sequence[int], num_axes: int,
-                 max_model_len: int, parallel: TensorParallel = ALONE) -> None:
+                 max_model_len: int, pool: Any, parallel: TensorParallel = ALONE) -> None:
         self.parallel = parallel
         self.model, self.kv_cache, self.last_ids = model, kv_cache, last_ids
         self.block_size = kv_cache.shape[3]
         self.layout = (num_axes, max_model_len // self.block_size + 1)
         self.sizes = sorted(sizes)
-        num_bytes = DecodeInputs.num_bytes(self.sizes[-1], *self.layout)
-        self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=kv_cache.device)
-        self.host_buffers = [(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
-                             for _ in range(HOST_BUFFERS)]
-        pool = torch.cuda.graph_pool_handle()
+        num_bytes = packed_bytes(DecodeInputs.shapes(self.sizes[-1], *self.layout))
+        self.staging = StagingBuffer(num_bytes, kv_cache.device)
         # The largest first: the smaller ones then find room in its memory.
         self.steps = {size: self._capture(size, pool) for size in reversed(self.sizes)}
 
@@ -125,28 +107,27 @@ class DecodeGraphs:
     def replay(self, plan: StepPlan) -> Tensor:
         """Logits, float32 [tokens, vocab_size], of a plan that fits; they stand until the next replay."""
         size = self.sizes[bisect_left(self.sizes, len(plan.token_ids))]
-        host, copied = self.host_buffers[0]
-        self.host_buffers.append(self.host_buffers.pop(0))
-        copied.synchronize()        # of three steps ago: long since done
-        DecodeInputs.views(host, size, *self.layout).fill(plan, self.block_size)
-        num_bytes = DecodeInputs.num_bytes(size, *self.layout)
-        self.buffer[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
-        copied.record()
+        shapes = DecodeInputs.shapes(size, *self.layout)
+        DecodeInputs(*packed_views(self.staging.next_host_bytes(), shapes)).fill(plan, self.block_size)
+        self.staging.send(packed_bytes(shapes))
         step = self.steps[size]
         step.graph.replay()
         return step.logits[:len(plan.token_ids)]
 
     def _capture(self, size: int, pool: Any) -> CapturedStep:
-        inputs = DecodeInputs.views(self.buffer, size, *self.layout)
+        inputs = DecodeInputs(*packed_views(self.staging.device_bytes, DecodeInputs.shapes(size, *self.layout)))
+        inputs.token_ids.zero_()
         inputs.fed.fill_(-1)
+        inputs.positions.zero_()
         inputs.slot_mapping.fill_(-1)
         inputs.seqlens_k.fill_(1)
+        inputs.block_tables.zero_()
         spans = inputs.spans(self.block_size)
         self._decode(inputs, spans)             # compiles kernels, makes the libraries allocate what they keep
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             logits = self._decode(inputs, spans)
-        return CapturedStep(graph, logits)
+        return CapturedStep(graph, spans, logits)
 
     def _decode(self, inputs: DecodeInputs, spans: SpanBatch) -> Tensor:
         """Logits of every row; what depends on a batch's numbers is read from `inputs` on the device."""
@@ -154,7 +135,3 @@ class DecodeGraphs:
         hidden = self.model.embed(torch.where(inputs.fed < 0, inputs.token_ids, last))
         hidden = self.model(hidden, inputs.positions, self.kv_cache, [LayerStage(0, None, spans)])
         return self.model.compute_logits(hidden)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

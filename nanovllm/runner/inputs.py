@@ -19,7 +19,8 @@ MAX_DRAWN_VALUES = 1 << 24      # logits that one group of random rows holds at 
 
 def to_device(array: Any, device: torch.device) -> Tensor:
     """A copy of an array on the device; to a GPU through pinned memory, so that the host need not wait."""
-    return torch.tensor(array, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    copy = torch.tensor(array)
+    return copy.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copy.to(device)
 
 
 # ---------------------------------------------------------------- spans

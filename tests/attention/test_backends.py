@@ -26,7 +26,7 @@ SHAPES: dict[str, list[Span]] = {
     "decodes before a prefill": [*[(seq, n - 1, n) for seq, n in enumerate(LENGTHS)], (3, 0, 40), (5, 100, 1500)],
 }
 HEADS = [(16, 8, 128), (16, 2, 128), (28, 4, 128), (7, 1, 80), (4, 4, 64), (6, 2, 96), (3, 3, 16)]
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}     # of values of size 1
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}     # of values of size 1
 
 
 def check_shape(backend: AttentionBackend, lengths: list[int], spans: list[Span], heads: tuple[int, int, int],
@@ -74,17 +74,17 @@ def check_encode(backend: AttentionBackend, seqlens: tuple[int, ...], heads: int
 def check_triton_on_cpu() -> None:
     from nanovllm.attention.triton_backend import TritonBackend
 
-    backend, lengths = TritonBackend(torch.device("cpu")), [37, 16, 5, 1, 70]
+    backend, lengths = TritonBackend(torch.device("cpu")), [37, 16, 1, 50]
     decode: list[Span] = [(seq, n - 1, n) for seq, n in enumerate(lengths)]
-    mixed: list[Span] = [*decode, (0, 3, 20), (1, 0, 16), (4, 15, 17), (4, 30, 70)]
-    for heads, block_size in (((4, 2, 64), 16), ((7, 1, 80), 48), ((6, 2, 96), 32), ((2, 2, 128), 64)):
+    mixed: list[Span] = [*decode, (0, 3, 20), (1, 0, 16), (3, 15, 17), (3, 30, 50)]
+    for heads, block_size in (((2, 1, 64), 16), ((7, 1, 80), 48), ((2, 2, 96), 32), ((2, 1, 128), 64)):
         check_shape(backend, lengths, mixed, heads, block_size, torch.float32, "cpu")
-    check_shape(backend, lengths, decode, (4, 2, 64), 16, torch.float16, "cpu")
+    check_shape(backend, lengths, decode, (2, 1, 64), 16, torch.float16, "cpu")
     backend.num_sms = 100       # which makes it split the keys
-    check_shape(backend, lengths, decode, (4, 2, 24), 16, torch.float32, "cpu")
+    check_shape(backend, lengths, decode, (2, 1, 24), 16, torch.float32, "cpu")
     check_shape(backend, lengths, mixed[-2:], (3, 1, 24), 16, torch.float32, "cpu")
     check_padding(backend, torch.float32, "cpu")
-    check_encode(backend, (16, 16, 4, 4, 9), 2, 80, torch.float32, "cpu")
+    check_encode(backend, (16, 4, 4, 9), 2, 80, torch.float32, "cpu")
     check_encode(backend, (70, 1), 1, 24, torch.float16, "cpu")
 
 
@@ -93,7 +93,7 @@ def test_interpreted_triton_equals_torch():
 
 
 def test_cpu_needs_no_triton():
-    run_python("import sys; sys.modules['triton'] = None\nfrom nanovllm import LLM\n"
+    run_python("import sys; sys.modules['triton'] = None\nimport nanovllm.models.registry\n"
                "from nanovllm.attention import select_backend; select_backend('auto', 'cpu')")
 
 
@@ -152,6 +152,25 @@ def test_triton_takes_other_dtypes_and_block_sizes(shape, block_size, dtype):
 @pytest.mark.gpu
 def test_padding_rows_are_harmless(backend):
     check_padding(backend, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+def test_a_captured_decode_follows_the_numbers_on_the_device(backend):
+    pages = Pages([700, 256, 513], 256, random.Random(0))
+    k_cache, v_cache = torch.randn(2, pages.num_blocks, 256, 2, 128, device="cuda").bfloat16()
+    long, short = (pages.batch([(seq, n - 1, n) for seq, n in enumerate(lengths)], "cuda")
+                   for lengths in ((700, 256, 513), (1, 200, 300)))
+    q = torch.randn(3, 16, 128, device="cuda").bfloat16()
+    backend.attend(q, k_cache, v_cache, long, 0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(q, k_cache, v_cache, long, 0.1)
+    long.seqlens_k.copy_(short.seqlens_k)
+    long.block_tables[1] = long.block_tables[2]
+    graph.replay()
+    expected = TorchBackend().attend(q.float(), k_cache.float(), v_cache.float(), replace(
+        short, block_tables=long.block_tables), 0.1)
+    torch.testing.assert_close(out.float(), expected, rtol=1.6e-2, atol=1.6e-2)
 
 
 @pytest.mark.gpu

@@ -154,6 +154,17 @@ def test_an_image_of_another_size_or_at_another_offset_is_no_hit() -> None:
     assert hits(engine, [RED, RED, RED]) == 8        # the second one's rows have the same ids, image and offset 0
 
 
+def test_offsets_tell_images_of_one_forged_hash_apart() -> None:
+    engine = Harness()
+    for sizes in ((1, 3), (3, 1), (1, 3)):
+        seq = engine.add([*(Picture(7, rows) for rows in sizes), 1, 2])
+        for image in seq.images:
+            image.kv_key = "forged"
+        engine.run()
+        assert seq.completion_token_ids == solo_tokens([*(Picture(7, rows) for rows in sizes), 1, 2], greedy(), 4)
+    assert seq.num_cached_tokens == 4
+
+
 def test_the_same_video_at_another_speed_is_no_hit_but_is_encoded_once() -> None:
     engine = Harness()
     slow, fast = (Picture(5, 4, interval=interval, frames=2) for interval in (2.0, 1.0))

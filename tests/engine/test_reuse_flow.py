@@ -227,3 +227,14 @@ def test_requests_of_one_batch_compute_a_new_image_once(budget: int, overlap: bo
     harness.run()
     assert calls(harness, CAT) == 1 and [seq.usage.reused for seq in seqs] == [0, 7, 7, 7]
     assert harness.device.num_computed == 12 + sum(i + 1 + 3 + 1 for i in (1, 2, 3)) + 4
+
+
+def test_counters_say_where_tokens_came_from() -> None:
+    harness = engine(enable_prefix_caching=True)
+    harness.generate([1, 1, 1, 1, CAT, 2], max_tokens=1)                   # 15 computed, one miss
+    harness.generate([1, 1, 1, 1, CAT, 3], max_tokens=1)                   # 12 cached, of the image two rows are behind
+    harness.generate([4, CAT, DOG, 5], max_tokens=1)                       # 7 reused, one hit and one miss
+    stats = harness.scheduler.stats
+    assert (stats.requests, stats.cached_tokens, stats.reused_tokens) == (3, 12, 7 + 2)
+    assert stats.computed_tokens == 15 + 1 + 11 == harness.device.num_computed
+    assert (stats.image_kv_hits, stats.image_kv_misses, stats.preemptions) == (2, 2, 0)

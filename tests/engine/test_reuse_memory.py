@@ -171,6 +171,22 @@ def test_preempted_requests_reuse_again(overlap: bool) -> None:
     assert harness.scheduler.stats.preemptions > 0 and [seq.num_completion_tokens for seq in seqs] == [18] * 3
 
 
+def test_a_resumed_sequence_may_have_no_prompt_token_to_compute() -> None:
+    """Its first block is a hit, the rest of the image is reused: such a step is no prefill, as the harness checks."""
+    harness = Harness(recompute_ratio=0.2)
+    harness.generate([1, CAT, 2])
+    seq = harness.add([3, 3, CAT], max_tokens=9)
+    for _ in range(3):
+        harness.step()
+    harness.scheduler._preempt(seq)
+    for node in list(harness.manager.prefixes):
+        if node.block is not None and node.parent is not harness.manager.prefixes.root:
+            harness.manager.prefixes.forget_block(node.block)
+    harness.step()
+    assert seq.num_cached_tokens == 4 and seq.num_reused_tokens == 8 and seq.num_completion_tokens == 4
+    harness.run()
+
+
 # ---------------------------------------------------------------- names without pixels
 
 NAMED = Picture(1, 10, is_named=True)

@@ -30,6 +30,6 @@ def test_interpreted_kernel_equals_the_layer():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [7, 3072, 3420, 11008])
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 def test_kernel_equals_the_layer(size, dtype, tolerance):
     check_gate(37, size, dtype, "cuda", tolerance)

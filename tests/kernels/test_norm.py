@@ -36,6 +36,6 @@ def test_interpreted_kernels_equal_the_layer():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [16, 80, 1024, 1280, 2048, 5120])
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 def test_kernels_equal_the_layer(size, dtype, tolerance):
     check_norm(37, size, dtype, "cuda", tolerance)

@@ -31,13 +31,55 @@ def check_draw(n: int, vocab_size: int, filters: bool, device: str) -> None:
     assert out[0] == logits[0].argmax() and 0 <= int(out[-1]) < vocab_size
 
 
+def check_largest(n: int, vocab_size: int, device: str) -> None:
+    from nanovllm.kernels.sampling import largest
+
+    logits = torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[0], logits[1], logits[2, vocab_size // 2] = float("-inf"), 1.5, float("nan")
+    values, ids = largest(logits)
+    expected = logits.max(dim=1)
+    assert torch.equal(values.nan_to_num(9), expected.values.nan_to_num(9))
+    rest = [row for row in range(n) if row != 2]
+    assert torch.equal(ids[rest], expected.indices[rest]) and 0 <= int(ids[2]) < vocab_size
+
+
+def mass_kept(scaled: torch.Tensor, lowest: torch.Tensor) -> torch.Tensor:
+    weights = scaled.double().exp()
+    return (weights * (scaled >= lowest)).sum(1) / weights.sum(1)
+
+
+def check_lowest_kept(vocab_size: int, device: str) -> None:
+    """Rows of every kind of filter; equals lie on the border of each, and rows with fewer finite values than k.
+
+    Equal values, save where a large row's sums, rounded in another order, pass top-p's bound one value apart.
+    """
+    from nanovllm.kernels.sampling import lowest_kept
+
+    generator = torch.Generator().manual_seed(vocab_size)
+    filters = [(k, p) for k in (1, 2, 20, vocab_size - 1, vocab_size) for p in (1.0, 0.95, 0.3, 1e-6)]
+    for step in (0.0, 0.5):     # a step of 0.5 between values makes many equal
+        scaled = torch.randn(len(filters), vocab_size, generator=generator).mul(4)
+        scaled = scaled if step == 0 else (scaled / step).round() * step
+        scaled[:, ::3] = float("-inf")
+        scaled = (scaled - scaled.max(dim=1, keepdim=True).values).to(device)
+        top_k = torch.tensor([[k] for k, _ in filters], device=device)
+        top_p = torch.tensor([[p] for _, p in filters], device=device)
+        group = sampler.RandomRows(None, top_p, top_k, vocab_size, top_k, top_p, None)
+        ours, expected = lowest_kept(scaled, top_k, top_p), sampler.lowest_kept(scaled, group)
+        exact = (top_p == 1) | (vocab_size < 1000)
+        assert torch.equal(ours[exact], expected[exact])
+        assert (mass_kept(scaled, ours) - mass_kept(scaled, expected)).abs().max() < (1e-4 if step == 0 else 5e-2)
+
+
 def check_all_on_cpu() -> None:
-    for vocab_size in (50, 4096, 5000, 20_000):
+    check_largest(4, 5000, "cpu")
+    check_lowest_kept(300, "cpu")
+    for vocab_size in (50, 4096, 5000):
         check_draw(6, vocab_size, False, "cpu")
         check_draw(6, vocab_size, True, "cpu")
 
 
-def test_interpreted_kernel_equals_the_sampler():
+def test_interpreted_kernels_equal_the_sampler():
     run_interpreted(__name__, "check_all_on_cpu")
 
 
@@ -46,3 +88,10 @@ def test_interpreted_kernel_equals_the_sampler():
 @pytest.mark.parametrize("vocab_size", [50, 4096, 151_936])
 def test_kernel_equals_the_sampler(vocab_size, filters):
     check_draw(33, vocab_size, filters, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [50, 151_936])
+def test_largest_and_lowest_kept(vocab_size):
+    check_largest(33, vocab_size, "cuda")
+    check_lowest_kept(vocab_size, "cuda")
