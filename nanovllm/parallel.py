@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)     # of a rank that waits for another one
@@ -167,6 +167,6 @@ def launched_store(rank: int, size: int) -> Store:
     if dist.is_initialized():
         shared = dist.distributed_c10d._get_default_store()
     else:
-        shared, _, _ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
+        shared, _, _ = next(rendezvous("env://", rank, size, timeout=TIMEOUT))
     number = shared.add(f"nanovllm engines of rank {rank}", 1)      # ranks make their engines in the same order
     return PrefixStore(f"nanovllm engine {number}", shared)

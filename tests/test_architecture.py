@@ -34,7 +34,7 @@ ARROWS = {
     "encoder_cache_manager": {"image", "policy", "runner"},
     "model_runner": {"attention", "contract", "encoder_cache_manager", "layers", "models", "parallel", "policy",
                      "runner"},
-    "ranked_runner": {"model_runner", "runner"},
+    "ranked_runner": {"model_runner", "parallel", "runner"},
     "llm_engine": {"image", "model_runner", "policy", "ranked_runner"},
     "llm": {"llm_engine", "policy"},
     "package": {"llm"},
