@@ -15,7 +15,8 @@ from benchmarks.floors import Ceilings, image_call_floor
 from benchmarks.generation import MAX_ID
 from benchmarks.report import Result
 from nanovllm import LLM, SamplingParams
-from nanovllm.model_config import ModelConfig
+from nanovllm.image.items import Grid, count_tokens
+from nanovllm.model_config import ModelConfig, VisionConfig
 from nanovllm.outputs import RequestOutput
 
 TEXT_BEFORE, TEXT_BEHIND, MOVED_BY = 20, 20, 13     # tokens
@@ -29,16 +30,21 @@ class Call:
     output: RequestOutput
 
 
+def grid_of(vision: VisionConfig, width: int, height: int) -> Grid:
+    """(t, h, w) in patches of a picture of so many pixels, each side rounded to whole tokens as the processor does."""
+    merge = vision.spatial_merge_size
+    side = vision.patch_size * merge        # of one token, in pixels
+    return 1, max(1, round(height / side)) * merge, max(1, round(width / side)) * merge
+
+
 class ImageWork:
     """Prompts of random ids around one picture of random pixels."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, width: int, height: int, named: bool) -> None:
         assert config.vision is not None and config.image_token_id is not None
         assert config.vision_start_token_id is not None and config.vision_end_token_id is not None
-        side = config.vision.patch_size * config.vision.spatial_merge_size      # of one token, in pixels
-        merge = config.vision.spatial_merge_size
-        self.grid = (1, max(1, round(height / side)) * merge, max(1, round(width / side)) * merge)
-        self.num_tokens = prod(self.grid) // merge**2
+        self.grid = grid_of(config.vision, width, height)
+        self.num_tokens = count_tokens(self.grid, config.vision.spatial_merge_size)
         self.max_id = min(MAX_ID, vocab_size - 1)
         self.picture = [config.vision_start_token_id, *[config.image_token_id] * self.num_tokens,
                         config.vision_end_token_id]

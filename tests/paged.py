@@ -87,6 +87,6 @@ def run_spans(
         places = torch.cat([positions[seq][:, start:stop] for seq, start, stop in spans], dim=1)
         batch = pages.batch(spans, device)
         out = model(hidden, places, kv_cache, [LayerStage(0, None, batch)])
-        for (seq, _, _), rows in zip(spans, model.compute_logits(out).split(batch.q_lens)):
+        for (seq, _, _), rows in zip(spans, model.compute_logits(out).float().split(batch.q_lens)):
             logits[seq].append(rows)
     return [torch.cat(parts) for parts in logits]

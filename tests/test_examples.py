@@ -14,6 +14,7 @@ import pytest
 import test_partial_recompute as experiment
 from benchmarks.floors import encoder_operations, kv_bytes_per_token, step_parameters
 from benchmarks.generation import FULL_SIZE, FULL_SIZE_TOKENS, throughput_work
+from benchmarks.image import grid_of
 from benchmarks.models import write_demo_model
 from benchmarks.pictures import draw_shapes
 from benchmarks.published import SIZES, make_qwen_tokenizer, write_published
@@ -138,7 +139,8 @@ def test_published_sizes_are_read_as_published(tmp_path: Path, monkeypatch: pyte
     billions = {size: step_parameters(config.text) / 1e9 for size, config in configs.items()}
     assert billions == pytest.approx({"0.6b": 0.60, "8b": 7.57, "32b": 31.98, "3b": 3.09, "7b": 7.07}, abs=0.01)
     vision = configs["3b"].vision
-    assert vision is not None and 90e12 < encoder_operations(vision, (1, 154, 274)) < 100e12
+    assert vision is not None and grid_of(vision, 3840, 2160) == (1, 154, 274)
+    assert 90e12 < encoder_operations(vision, (1, 154, 274)) < 100e12
 
 
 def test_qwen_tokenizer_encodes_as_the_package_it_comes_from() -> None:

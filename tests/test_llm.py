@@ -274,7 +274,8 @@ def test_seeded_tokens_do_not_depend_on_the_batch(folder):
     assert tokens[0] == tokens[1]
 
 
-def test_preemption_changes_neither_sampled_nor_penalised_tokens(folder):
+@pytest.mark.parametrize("budget", [7, 64])
+def test_preemption_and_chunks_change_neither_sampled_nor_penalised_tokens(folder, budget):
     params = [SamplingParams(temperature=2.0, max_tokens=24, ignore_eos=True, seed=1),
               greedy(24, repetition_penalty=1.8), SamplingParams(max_tokens=24, ignore_eos=True, seed=2, top_p=0.9,
                                                                  repetition_penalty=1.3)]
@@ -282,7 +283,8 @@ def test_preemption_changes_neither_sampled_nor_penalised_tokens(folder):
     with make_llm(folder, block_size=4, enable_prefix_caching=False) as llm:
         expected = [output["token_ids"] for output in run(llm, words, params)]
         assert llm.stats()["preemptions"] == 0
-    with make_llm(folder, block_size=4, enable_prefix_caching=False, num_kvcache_blocks=12) as llm:
+    with make_llm(folder, block_size=4, enable_prefix_caching=False, num_kvcache_blocks=12,
+                  max_num_batched_tokens=budget) as llm:
         assert [output["token_ids"] for output in run(llm, words, params)] == expected
         assert llm.stats()["preemptions"] >= 2
 

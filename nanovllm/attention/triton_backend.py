@@ -11,7 +11,7 @@ from nanovllm.attention.fused import TritonOps
 from nanovllm.kernels.attention import Tiles, attend
 from nanovllm.kernels.kv_store import store_kv
 
-MAX_SPLITS = 32             # of one range of keys
+MAX_SPLITS = 16             # of one range of keys; adding the parts up costs more from there on
 TILES_A_SPLIT = 2           # turns of the loop that a split should have at least
 DECODES_WORTH_A_LAUNCH = 4  # one-query spans before the others that get a launch of their own
 

@@ -23,7 +23,7 @@ from nanovllm.parallel import ALONE, TensorParallel
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.runner.cuda_graph import DecodeGraphs, graph_sizes
 from nanovllm.runner.image_encoder import EncodedImages, EncodesImages, encode_images, encode_spread_images
-from nanovllm.runner.inputs import layer_stages, sampling_inputs, to_device
+from nanovllm.runner.inputs import layer_stages, samples_plainly, sampling_inputs, to_device
 from nanovllm.runner.kv_cache import (
     GIB,
     CacheSizes,
@@ -88,7 +88,8 @@ class ModelRunner:
         text = replace(text, num_kv_heads=parallel.num_kv_heads(text.num_kv_heads))
         self.cache_config = replace(config.model_config, text=text)         # of this rank's share of the KV cache
         self.sampler = Sampler(text.vocab_size, config.max_num_seqs, known_vocab, self.device, self.backend.fused)
-        self.last_ids = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)     # by batch row
+        # By batch row; one more for the rows that fill up a captured step.
+        self.last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self.max_patches_a_call = max_patches_a_call(config)
         self.decode_graphs: DecodeGraphs | None = None
         self.span_graphs: SpanGraphs | None = None
@@ -151,7 +152,9 @@ class ModelRunner:
         if plan.copies:
             move_kv(kv_cache, plan.copies, self.model.model.rotary_emb.inv_freq, self.backend.fused)
         if self.decode_graphs is not None and self.decode_graphs.fits(plan):
-            return self._sample(plan, self.decode_graphs.replay(plan)), EncodedImages()
+            logits, sampled = self.decode_graphs.replay(plan)
+            plain = samples_plainly(plan.sampling, logits.shape[1])
+            return (sampled if plain else self._sample(plan, logits)), EncodedImages()
         encoded, uncached = self._encode(plan)
         token_ids = to_device(plan.token_ids, self.device)
         if plan.fed.shape[1]:
@@ -198,6 +201,7 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, logits: Tensor) -> SamplerOutput | None:
         if self.parallel.rank:
             return None
+        logits = logits.to(torch.float32, copy=True)        # the sampler overwrites them
         inputs = sampling_inputs(plan.sampling, plan.penalty_resets, logits.shape[1], self.device)
         sampled = self.sampler(logits, inputs)
         self.last_ids[to_device(plan.sampling.seq_rows, self.device)] = sampled.token_ids
@@ -209,8 +213,9 @@ class ModelRunner:
         before = torch.cuda.memory_reserved(self.device)
         axes = 1 if config.model_config.text.rope.mrope_section is None else 3
         pool = torch.cuda.graph_pool_handle()
-        self.decode_graphs = DecodeGraphs(self.model, self.kv_cache, self.last_ids, graph_sizes(config.max_num_seqs),
-                                          axes, config.max_model_len, pool, self.parallel)
+        self.decode_graphs = DecodeGraphs(self.model, self.sampler, self.kv_cache, self.last_ids,
+                                          graph_sizes(config.max_num_seqs), axes, config.max_model_len, pool,
+                                          self.parallel)
         buckets = bucket_sizes(config.max_num_batched_tokens)
         if buckets:
             self.span_graphs = SpanGraphs(self.model, self.kv_cache, buckets, axes, config.max_model_len, pool)

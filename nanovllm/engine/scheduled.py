@@ -17,7 +17,7 @@ class ScheduledSeq:
     end: int                    # where `num_computed` stands when the step is done
     samples: bool               # its last known token is computed, so it gets the next one
     token_index: int            # of the token that it samples, counted from the end of the prompt
-    resets_row: bool            # first step since it took its batch row, or since one failed
+    resets_row: bool            # it has not sampled since it took its batch row, or since a step failed
 
 
 @dataclass(slots=True)

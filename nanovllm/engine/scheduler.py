@@ -205,7 +205,7 @@ class Scheduler:
         self.images.plan(step, seq, spans)
         samples = end == seq.num_tokens
         step.entries.append(ScheduledSeq(seq, spans, end, samples, token_index, seq.resets_row))
-        seq.resets_row = False
+        seq.resets_row &= not samples
         step.num_tokens += sum(b - a for a, b in spans)
         step.is_prefill |= spans[0][0] < num_prompt
         seq.num_planned = end

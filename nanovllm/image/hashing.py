@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 SLICE_BYTES = 8 << 20       # part of what a digest is: never derived from the machine
 MIN_PARALLEL_SLICES = 3     # below 16 MiB (0.5 ms) starting threads costs more than it saves
-MAX_THREADS = 8             # a few cores fill the memory bus
+MAX_THREADS = 16            # then the memory bus is full
 NUM_SAMPLES = 4096          # values in a fingerprint
 
 

@@ -28,9 +28,8 @@ class VocabEmbedding(nn.Module):
         return self.parallel.sum(rows.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 `[rows, vocab_size]` of hidden `[rows, hidden_size]`, multiplied in the dtype of the weights.
+        """`[rows, vocab_size]` of hidden `[rows, hidden_size]`, in the dtype of the weights.
 
         Rank 0 alone gets them; the others get logits of their own share of the vocabulary, which nobody needs.
         """
-        logits = self.parallel.gather(F.linear(hidden, self.weight))
-        return logits[:, :self.vocab_size].float()
+        return self.parallel.gather(F.linear(hidden, self.weight))[:, :self.vocab_size]

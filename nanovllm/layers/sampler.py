@@ -107,7 +107,11 @@ class Sampler:
         self.device = device
         unknown = np.flatnonzero(~known_vocab) if known_vocab is not None else np.empty(0, np.int64)
         self.unknown = torch.tensor(unknown, device=device) if len(unknown) else None
+        self.num_known = vocab_size - len(unknown)
+        self.unknown_are_last = not len(unknown) or int(unknown[0]) == self.num_known
         self.seen: Tensor | None = None       # bool [max_num_seqs, vocab_size], made when the first penalty comes
+        # On the device already: a Python scalar would be copied there, and waited for, at each assignment.
+        self.true, self.neg_inf = torch.tensor(True, device=device), torch.tensor(NEG_INF, device=device)
 
     def __call__(self, logits: Tensor, inputs: SamplingInputs) -> SamplerOutput:
         """One id for each row of `logits`, float32 [rows, vocab_size], which are overwritten.
@@ -127,10 +131,27 @@ class Sampler:
                 token_ids[group.rows] = draw(logits[group.rows], largest[group.rows], group, self.fused)
         token_ids = token_ids * finite        # 0 where nothing could be sampled
         if (penalty := inputs.penalty) is not None:
-            self._seen_ids()[penalty.seq_rows, token_ids[penalty.rows]] = True
+            self._seen_ids().index_put_((penalty.seq_rows, token_ids[penalty.rows]), self.true)
         if raw is None or inputs.logprobs is None:
             return SamplerOutput(token_ids, finite, None)
         return SamplerOutput(token_ids, finite, token_logprobs(raw, token_ids, inputs.logprobs))
+
+    def draw_plainly(self, logits: Tensor, temperature: Tensor, keys: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids int64 [rows], finite bool [rows]) for rows that want no filter, penalty, ban or logprobs; capturable.
+
+        logits `[rows, vocab_size]` in the model's dtype, left as they are; temperature float32 [rows, 1]; keys int32
+        [2, rows, 1] as of `RandomRows`; greedy bool [rows]. The same ids as `__call__` gives.
+        """
+        assert self.fused is not None
+        if self.unknown_are_last:
+            known = logits[:, :self.num_known]
+        else:
+            assert self.unknown is not None
+            known = logits.index_fill(1, self.unknown, NEG_INF)
+        largest, best = self.fused.largest(known)
+        finite = largest.isfinite()
+        drawn = self.fused.draw(known, largest, temperature, keys, None, None)
+        return torch.where(greedy, best, drawn) * finite, finite
 
     def _mask(self, logits: Tensor, inputs: SamplingInputs) -> None:
         """Unknown ids, repetition penalty and banned ids, in place."""
@@ -141,7 +162,7 @@ class Sampler:
             lowered = torch.where(before > 0, before / penalty.penalty, before * penalty.penalty)
             logits[penalty.rows] = torch.where(self._seen_ids()[penalty.seq_rows], lowered, before)
         if inputs.banned is not None:
-            logits[inputs.banned[0], inputs.banned[1]] = NEG_INF
+            logits.index_put_((inputs.banned[0], inputs.banned[1]), self.neg_inf)
 
     def _seen_ids(self) -> Tensor:
         if self.seen is None:
@@ -151,8 +172,8 @@ class Sampler:
     def _reset_seen(self, resets: SeenResets | None) -> None:
         if resets is not None:
             seen = self._seen_ids()
-            seen[resets.seq_rows] = False
-            seen[resets.token_rows, resets.token_ids] = True
+            seen.index_fill_(0, resets.seq_rows, False)
+            seen.index_put_((resets.token_rows, resets.token_ids), self.true)
 
 
 # ---------------------------------------------------------------- random draws

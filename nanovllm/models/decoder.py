@@ -93,6 +93,7 @@ class CausalLM(nn.Module):
         return self.model(hidden, positions, kv_cache, stages)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """float32 `[rows, vocab_size]` of final hidden states `[rows, hidden]`; on rank 0, see `VocabEmbedding`."""
+        """`[rows, vocab_size]`, in the dtype of the weights, of final hidden states `[rows, hidden]`; on rank 0, see
+        `VocabEmbedding`."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return head.logits(hidden)

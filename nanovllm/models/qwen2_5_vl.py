@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from nanovllm.attention.contract import AttentionBackend
@@ -24,6 +25,11 @@ class Qwen2_5_VLForConditionalGeneration(CausalLM):
         super().__init__(config, backend, parallel)
         assert config.vision is not None, "a Qwen2.5-VL config has a vision part"
         self.visual = VisionTower(config.vision, backend, parallel.vision)
+
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        """What the tower casts patches to."""
+        return self.visual.compute_dtype(self.model.embed_tokens.weight.dtype)
 
     def encode_images(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
         """Rows `[sum of t * h * w / merge^2, hidden]` of images and videos, in the order of their placeholders.

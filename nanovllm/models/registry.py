@@ -12,6 +12,8 @@ from nanovllm.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.parallel import ALONE, TensorParallel
 
+ROW_BYTES = 16
+
 ARCHITECTURES: dict[str, type[CausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5_VLForConditionalGeneration,
@@ -39,8 +41,17 @@ def _materialise(module: nn.Module, dtype: torch.dtype, device: torch.device) ->
     if isinstance(module, VisionTower):
         dtype = module.compute_dtype(dtype)
     for name, parameter in module.named_parameters(recurse=False):
-        setattr(module, name, nn.Parameter(torch.empty_like(parameter, dtype=dtype, device=device), False))
+        setattr(module, name, nn.Parameter(_aligned_empty(parameter.shape, dtype, device), False))
     for name, buffer in module.named_buffers(recurse=False):
         setattr(module, name, buffer.to(device))
     for child in module.children():
         _materialise(child, dtype, device)
+
+
+def _aligned_empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor whose rows begin at multiples of 16 bytes: without it a GPU's matrix product of rows of 3,420 values, as
+    the vision tower has them, takes more than three times as long."""
+    if len(shape) != 2 or shape[1] * dtype.itemsize % ROW_BYTES == 0:
+        return torch.empty(shape, dtype=dtype, device=device)
+    stride = -(-shape[1] * dtype.itemsize // ROW_BYTES) * ROW_BYTES // dtype.itemsize
+    return torch.empty(shape[0], stride, dtype=dtype, device=device)[:, :shape[1]]

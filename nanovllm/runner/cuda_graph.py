@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.contract import SpanBatch
+from nanovllm.layers.sampler import Sampler, SamplerOutput
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.layer_stage import LayerStage
 from nanovllm.parallel import ALONE, TensorParallel
 from nanovllm.plan import StepPlan
-from nanovllm.runner.inputs import span_slots
+from nanovllm.runner.inputs import span_slots, stream_keys
 from nanovllm.runner.staging import Shape, StagingBuffer, packed_bytes, packed_views
 
 
@@ -35,24 +36,32 @@ class DecodeInputs:
     slot_mapping: Tensor    # int64 [size]
     seqlens_k: Tensor       # int32 [size]
     block_tables: Tensor    # int32 [size, width]
+    seq_rows: Tensor        # int64 [size] batch row that the sampled id is remembered for
+    temperature: Tensor     # float32 [size, 1]
+    keys: Tensor            # int32 [2, size, 1] of the random streams
+    greedy: Tensor          # int32 [size] 1: the argmax is taken
 
     @staticmethod
     def shapes(size: int, num_axes: int, width: int) -> list[Shape]:
         """dtype and shape of each array, in the order of the fields."""
         return [(torch.int64, (size,)), (torch.int64, (size,)), (torch.int64, (num_axes, size)), (torch.int64, (size,)),
-                (torch.int32, (size,)), (torch.int32, (size, width))]
+                (torch.int32, (size,)), (torch.int32, (size, width)), (torch.int64, (size,)),
+                (torch.float32, (size, 1)), (torch.int32, (2, size, 1)), (torch.int32, (size,))]
 
-    def fill(self, plan: StepPlan, block_size: int) -> None:
-        """Writes a plan's decodes. A row behind them writes no KV, and what it reads, one slot of block 0, goes
-        nowhere."""
-        spans, n = plan.stages[0].spans, len(plan.token_ids)
+    def fill(self, plan: StepPlan, block_size: int, spare_row: int) -> None:
+        """Writes a plan's decodes. A row behind them writes no KV, what it reads is one slot of block 0, and what it
+        samples goes to the batch row `spare_row`, which no sequence has."""
+        spans, batch, n = plan.stages[0].spans, plan.sampling, len(plan.token_ids)
         fed = np.full(n, -1)
         fed[plan.fed[0]] = plan.fed[1]
         for view, values, harmless in (
                 (self.token_ids, plan.token_ids, 0), (self.fed, fed, -1), (self.positions, plan.positions, 0),
-                (self.slot_mapping, span_slots(spans, block_size), -1), (self.seqlens_k, spans.starts + 1, 1)):
-            into = view.numpy()
-            into[..., :n], into[..., n:] = values, harmless
+                (self.slot_mapping, span_slots(spans, block_size), -1), (self.seqlens_k, spans.starts + 1, 1),
+                (self.seq_rows, batch.seq_rows, spare_row), (self.temperature[:, 0], batch.temperature, 1),
+                (self.keys[:, :, 0], stream_keys(batch.seed, batch.token_index)[:, :, 0], 0),
+                (self.greedy, batch.top_k == 1, 1)):
+            into, known = view.numpy(), np.shape(values)[-1]        # a rank that does not sample is not told how to
+            into[..., :known], into[..., known:] = values, harmless
         tables, width = self.block_tables.numpy(), spans.block_tables.shape[1]
         tables[:n, :width], tables[:n, width:], tables[n:] = spans.block_tables, 0, 0
 
@@ -69,16 +78,17 @@ class DecodeInputs:
 class CapturedStep:
     graph: torch.cuda.CUDAGraph
     spans: SpanBatch        # whose tensors the graph reads
-    logits: Tensor          # float32 [size, vocab_size], overwritten by the next replay of any size
+    logits: Tensor          # [size, vocab_size] in the model's dtype; this and the next replay of any size overwrite it
+    sampled: SamplerOutput | None       # of plain sampling; None on a rank that does not sample
 
 
 class DecodeGraphs:
     """Decode steps captured for a list of batch sizes; a batch takes the next larger one.
 
     Args:
-        model: what is captured, from token ids to logits.
+        model, sampler: what is captured, from token ids to token ids.
         kv_cache: the pool `[layers, 2, blocks, block_size, kv_heads, head_dim]`, at this address for good.
-        last_ids: int64 `[batch rows]`, the last id that each row sampled.
+        last_ids: int64 `[batch rows + 1]`, the last id that each row sampled, and a row for what is not wanted.
         sizes: batch sizes.
         num_axes: of positions.
         max_model_len: tokens of a sequence; block tables are wide enough for one more.
@@ -86,10 +96,10 @@ class DecodeGraphs:
         parallel: the ranks that capture and replay together; rank 0 alone has last ids and logits.
     """
 
-    def __init__(self, model: CausalLM, kv_cache: Tensor, last_ids: Tensor, sizes: Sequence[int], num_axes: int,
-                 max_model_len: int, pool: Any, parallel: TensorParallel = ALONE) -> None:
+    def __init__(self, model: CausalLM, sampler: Sampler, kv_cache: Tensor, last_ids: Tensor, sizes: Sequence[int],
+                 num_axes: int, max_model_len: int, pool: Any, parallel: TensorParallel = ALONE) -> None:
         self.parallel = parallel
-        self.model, self.kv_cache, self.last_ids = model, kv_cache, last_ids
+        self.model, self.sampler, self.kv_cache, self.last_ids = model, sampler, kv_cache, last_ids
         self.block_size = kv_cache.shape[3]
         self.layout = (num_axes, max_model_len // self.block_size + 1)
         self.sizes = sorted(sizes)
@@ -104,15 +114,19 @@ class DecodeGraphs:
         return (len(plan.token_ids) <= self.sizes[-1] and len(plan.logits_rows) == len(plan.token_ids)
                 and len(plan.stages) == 1 and spans.block_tables.shape[1] <= self.layout[1] and not plan.image_rows)
 
-    def replay(self, plan: StepPlan) -> Tensor:
-        """Logits, float32 [tokens, vocab_size], of a plan that fits; they stand until the next replay."""
+    def replay(self, plan: StepPlan) -> tuple[Tensor, SamplerOutput | None]:
+        """Logits [tokens, vocab_size] of a plan that fits, and what plain sampling makes of them; both stand until the
+        next replay."""
         size = self.sizes[bisect_left(self.sizes, len(plan.token_ids))]
         shapes = DecodeInputs.shapes(size, *self.layout)
-        DecodeInputs(*packed_views(self.staging.next_host_bytes(), shapes)).fill(plan, self.block_size)
+        host = DecodeInputs(*packed_views(self.staging.next_host_bytes(), shapes))
+        host.fill(plan, self.block_size, spare_row=len(self.last_ids) - 1)
         self.staging.send(packed_bytes(shapes))
-        step = self.steps[size]
+        step, n = self.steps[size], len(plan.token_ids)
         step.graph.replay()
-        return step.logits[:len(plan.token_ids)]
+        if (sampled := step.sampled) is None:
+            return step.logits[:n], None
+        return step.logits[:n], SamplerOutput(sampled.token_ids[:n], sampled.finite[:n], None)
 
     def _capture(self, size: int, pool: Any) -> CapturedStep:
         inputs = DecodeInputs(*packed_views(self.staging.device_bytes, DecodeInputs.shapes(size, *self.layout)))
@@ -122,16 +136,25 @@ class DecodeGraphs:
         inputs.slot_mapping.fill_(-1)
         inputs.seqlens_k.fill_(1)
         inputs.block_tables.zero_()
+        inputs.seq_rows.fill_(len(self.last_ids) - 1)
+        inputs.temperature.fill_(1)
+        inputs.keys.zero_()
+        inputs.greedy.fill_(1)
         spans = inputs.spans(self.block_size)
         self._decode(inputs, spans)             # compiles kernels, makes the libraries allocate what they keep
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits = self._decode(inputs, spans)
-        return CapturedStep(graph, spans, logits)
+            logits, sampled = self._decode(inputs, spans)
+        return CapturedStep(graph, spans, logits, sampled)
 
-    def _decode(self, inputs: DecodeInputs, spans: SpanBatch) -> Tensor:
-        """Logits of every row; what depends on a batch's numbers is read from `inputs` on the device."""
+    def _decode(self, inputs: DecodeInputs, spans: SpanBatch) -> tuple[Tensor, SamplerOutput | None]:
+        """Logits, and on rank 0 what plain sampling makes of them; what depends on a batch's numbers is read from `inputs`."""
         last = self.parallel.broadcast(self.last_ids[inputs.fed.clamp(min=0)])
         hidden = self.model.embed(torch.where(inputs.fed < 0, inputs.token_ids, last))
         hidden = self.model(hidden, inputs.positions, self.kv_cache, [LayerStage(0, None, spans)])
-        return self.model.compute_logits(hidden)
+        logits = self.model.compute_logits(hidden)
+        if self.parallel.rank:
+            return logits, None
+        token_ids, finite = self.sampler.draw_plainly(logits, inputs.temperature, inputs.keys, inputs.greedy.bool())
+        self.last_ids.index_copy_(0, inputs.seq_rows, token_ids)
+        return logits, SamplerOutput(token_ids, finite, None)

@@ -17,6 +17,11 @@ from nanovllm.plan import ImageEncode
 class EncodesImages(Protocol):
     """A vision-language model, as far as its tower goes."""
 
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        """What the tower casts patches to."""
+        ...
+
     def encode_images(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
         """Rows `[merged rows, hidden]` of patches `[patches, patch_dim]` of several grids (t, h, w)."""
         ...
@@ -68,9 +73,8 @@ def encode_images(model: EncodesImages, encodes: Sequence[ImageEncode], max_patc
     encoded = EncodedImages()
     for group in _groups(encodes, max_patches):
         timer = DeviceTimer(device)
-        patches = [torch.as_tensor(encode.pixels).to(device, non_blocking=True) for encode in group]
-        rows = model.encode_images(patches[0] if len(group) == 1 else torch.cat(patches),
-                                   [encode.grid for encode in group])
+        patches = _to_device([torch.as_tensor(encode.pixels) for encode in group], model.pixel_dtype, device)
+        rows = model.encode_images(patches, [encode.grid for encode in group])
         timer.stop()
         merged = sum(map(_num_patches, group)) // len(rows)      # patches of one row
         encoded.rows += rows.split([_num_patches(encode) // merged for encode in group])
@@ -112,6 +116,16 @@ def _shares(encodes: Sequence[ImageEncode]) -> Counter[int]:
     for encode in encodes:
         shares[encode.seq_id] += _num_patches(encode)
     return shares
+
+
+def _to_device(pixels: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """All pixels as one tensor [patches, patch_dim]; to a GPU they travel in `dtype`, from pinned memory."""
+    if device.type == "cpu":
+        return torch.cat([each.to(dtype) for each in pixels]) if len(pixels) > 1 else pixels[0].to(dtype)
+    staged = torch.empty(sum(map(len, pixels)), pixels[0].shape[1], dtype=dtype, pin_memory=True)
+    for part, each in zip(staged.split([len(each) for each in pixels]), pixels):
+        part.copy_(each)
+    return staged.to(device, non_blocking=True)
 
 
 def _num_patches(encode: ImageEncode) -> int:

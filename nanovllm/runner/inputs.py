@@ -70,6 +70,14 @@ def sampling_inputs(batch: SamplingBatch, resets: Sequence[tuple[int, IntArray]]
         logprobs=_logprob_rows(batch, device))
 
 
+def samples_plainly(batch: SamplingBatch, vocab_size: int) -> bool:
+    """Whether no row wants more than its temperature and its random stream, or the argmax."""
+    random = batch.top_k != 1
+    filtered = ((batch.top_k > 0) & (batch.top_k < vocab_size)) | (batch.top_p < 1) | (batch.min_p > 0)
+    return not (batch.banned or batch.num_logprobs or (random & filtered).any()
+                or (batch.repetition_penalty != 1).any())
+
+
 def _random_groups(batch: SamplingBatch, vocab_size: int) -> Iterator[IntArray]:
     """The rows that draw at random, those with equal needs together: no filter, top-k first, top-p alone."""
     limited = (batch.top_k > 0) & (batch.top_k < vocab_size)

@@ -23,7 +23,7 @@ MAX_SPANS = 16      # of a captured step
 
 def bucket_sizes(max_tokens: int) -> list[int]:
     """Token counts with a graph of their own, up to 2048 and no more than a step may have."""
-    sizes = [16, 32, 64, *range(128, 1024, 128), *range(1024, 2049, 256)]
+    sizes = [16, 32, 64, *range(128, 2049, 128)]
     return [size for size in sizes if size <= max_tokens]
 
 

@@ -13,8 +13,9 @@ from nanovllm.engine.planner import Planner
 from nanovllm.engine.scheduled import ScheduledSeq, ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.metrics import Usage
 from nanovllm.sampling_params import SamplingParams
-from tests.engine.reference import EOS, NUM_LAYERS, Contents, Picture, Reference, greedy, make_sequence
+from tests.engine.reference import EOS, NUM_LAYERS, Contents, Picture, Reference, greedy, make_sequence, solo_tokens
 from tests.engine.simulated_device import IMAGE_PAD, Device, Row
 
 
@@ -49,6 +50,22 @@ class Harness:
         seq = self.add(parts, **options)
         self.run()
         return seq
+
+    def usage(self, parts: SequenceOf[int | Picture], **options: Any) -> Usage:
+        """Where a request's KV came from; one that may reuse nothing has the tokens of a run of its own."""
+        seq = self.generate(parts, **options)
+        assert seq.usage is not None
+        if self._is_exact(seq):
+            assert seq.completion_token_ids == solo_tokens(parts, seq.sampling_params, seq.num_completion_tokens)
+        return seq.usage
+
+    def shorten_prefixes(self, num_blocks: int) -> None:
+        """Forgets the keys of blocks that stand behind so many others; image entries stay."""
+        depths = {self.manager.prefixes.root: 0}
+        for node in list(self.manager.prefixes):
+            depths[node] = depths[node.parent] + 1
+            if node.block is not None and depths[node] > num_blocks:
+                self.manager.prefixes.forget_block(node.block)
 
     def run(self, max_steps: int = 1000) -> None:
         for _ in range(max_steps):
@@ -122,8 +139,7 @@ class Harness:
     def _given(self, seq: Sequence) -> list[dict[int, int]]:
         """Contents of the rows that a sequence just admitted took from approximate blocks and from images."""
         given: list[dict[int, int]] = [{} for _ in range(NUM_LAYERS)]
-        ratio = seq.sampling_params.recompute_ratio
-        if (self.manager.recompute_ratio if ratio is None else ratio) in (0.0, 1.0):
+        if self._is_exact(seq):
             assert seq.approximate is None and seq.reuse is None, "a request that reuses nothing"
         if seq.approximate:
             for layer in range(NUM_LAYERS):
@@ -136,6 +152,10 @@ class Harness:
             for layer, (start, stop) in enumerate(taken):
                 given[layer].update({i: contents[layer][i - image.start] for i in range(start, stop)})
         return given
+
+    def _is_exact(self, seq: Sequence) -> bool:
+        ratio = seq.sampling_params.recompute_ratio
+        return (self.manager.recompute_ratio if ratio is None else ratio) in (0.0, 1.0)
 
     def _entry_contents(self, seq: Sequence, index: int, taken: list[tuple[int, int]]) -> Contents:
         """The rows of the entry that an image was filled from: of the same image, from an ordinal that is allowed."""
@@ -183,6 +203,8 @@ class Harness:
         """Holds between any two steps."""
         self.scheduler.check_integrity()
         self.encoder_cache.check_integrity()
+        ids = [seq.seq_id for seq in self.scheduler.running]
+        assert ids == sorted(ids), "running sequences are not oldest first"
         recorded = {id(entry): contents for entry, contents in self.entries}
         for entry in self.live_entries():
             contents = [[row.content for row in layer] for layer in self._read_entry(entry)]

@@ -97,6 +97,13 @@ def test_the_longest_unused_goes_first_and_the_tail_before_the_head() -> None:
     assert hits(engine, [*new[:8], 1]) == 8 and hits(engine, [*new, 1]) == 8
 
 
+def test_of_one_prefix_the_tail_goes_first() -> None:
+    engine = Harness(num_blocks=6)
+    engine.generate(list(range(12)), max_tokens=1)
+    engine.generate([38] * 14, max_tokens=1)        # takes three free blocks and one more
+    assert hits(engine, [*range(8), 39]) == 8
+
+
 def test_keys_behind_an_evicted_block_are_gone_and_running_sequences_publish_again() -> None:
     """The second request's key stands behind a block of the first one, which is evicted while it runs."""
     engine = Harness(num_blocks=8)

@@ -130,3 +130,9 @@ def test_deeper_layers_copy_what_lies_before_the_shared_blocks() -> None:
     copies = copies_of_image(rows, entry(2, 22), ratios, 0, range(6), (12, 20))
     assert [(copy.target_start, copy.num_tokens, copy.first_rows) for copy in copies] == [
         (2, 10, (10, 0)), (20, 2, (0, 0))]
+
+
+def test_nothing_is_copied_where_blocks_are_shared_from_edge_to_edge() -> None:
+    rows = rows_of_image(4, 24, (0.2,), 0, 60)
+    assert list(shared_blocks(rows, entry(4, 24), 0, 4)) == [2, 3, 4, 5]
+    assert copies_of_image(rows, entry(4, 24), (0.2,), 0, range(6), (8, 24)) == []

@@ -19,12 +19,6 @@ def engine(ratio: object = 0.3, **options: object) -> Harness:
     return Harness(**{"recompute_ratio": ratio, "enable_prefix_caching": False} | options)
 
 
-def usage(harness: Harness, parts: Parts, **options: object) -> Usage:
-    seq = harness.generate(parts, **options)
-    assert seq.usage is not None
-    return seq.usage
-
-
 def calls(harness: Harness, picture: Picture) -> int:
     return sum(n for key, n in harness.device.num_encoded.items() if key[2] == picture.pixels)
 
@@ -35,10 +29,10 @@ def calls(harness: Harness, picture: Picture) -> int:
 @pytest.mark.parametrize("ratio", [0.02, 0.3, 0.5, (0.4, 0.4, 0.4), (1.0, 0.5, 0.0), (0.2, 0.1, 0.1)])
 def test_a_moved_image_is_reused(ratio: float | tuple[float, ...], before: int) -> None:
     harness = engine(ratio)
-    assert usage(harness, [1, 2, 3, CAT, 4]) == Usage(0, 0, 0, 0, 1)
+    assert harness.usage([1, 2, 3, CAT, 4]) == Usage(0, 0, 0, 0, 1)
     computed = harness.device.num_computed
     leading = math.ceil((ratio if isinstance(ratio, float) else ratio[0]) * 10)
-    assert usage(harness, [*[9] * before, CAT, 5, 6]) == Usage(0, 10 - leading, leading, 1, 0)
+    assert harness.usage([*[9] * before, CAT, 5, 6]) == Usage(0, 10 - leading, leading, 1, 0)
     assert harness.device.num_computed - computed == before + 2 + leading + 3
     assert calls(harness, CAT) == 1
 
@@ -55,12 +49,12 @@ def test_ratios_that_reuse_nothing(ratio: object) -> None:
 def test_a_request_has_its_own_ratio() -> None:
     harness = engine(0.0)
     harness.generate([1, CAT, 4])
-    assert usage(harness, [2, 2, CAT, 4], recompute_ratio=0.5).reused == 5
-    assert usage(harness, [3, 3, CAT, 4]).reused == 0
+    assert harness.usage([2, 2, CAT, 4], recompute_ratio=0.5).reused == 5
+    assert harness.usage([3, 3, CAT, 4]).reused == 0
     other = engine(0.3)
     other.generate([1, CAT, 4])
-    assert usage(other, [2, 2, CAT, 4], recompute_ratio=0.0).reused == 0
-    assert usage(other, [2, 2, CAT, 4], recompute_ratio=[0.5, 0.2, 0.2]).recomputed == 5
+    assert other.usage([2, 2, CAT, 4], recompute_ratio=0.0).reused == 0
+    assert other.usage([2, 2, CAT, 4], recompute_ratio=[0.5, 0.2, 0.2]).recomputed == 5
 
 
 def test_an_image_moved_many_times_always_comes_from_the_clean_copy() -> None:
@@ -68,7 +62,7 @@ def test_an_image_moved_many_times_always_comes_from_the_clean_copy() -> None:
     harness.generate([1, CAT, 2])
     entry, = harness.live_entries()
     for i in range(16):
-        assert usage(harness, [*[3] * i, CAT, 2]).reused == 7       # the harness sees a copy of a copy
+        assert harness.usage([*[3] * i, CAT, 2]).reused == 7       # the harness sees a copy of a copy
         assert harness.live_entries() == [entry]
 
 
@@ -79,24 +73,17 @@ def test_hits_and_misses_mixed(order: list[Picture], reused: int, computed: int)
     harness = engine()
     harness.generate([1, CAT, 2, DOG, 3, TOWN, 4])
     before = harness.device.num_computed
-    assert usage(harness, [5, 5, order[0], order[1], 5, order[2], 6], max_tokens=1).reused == reused
+    assert harness.usage([5, 5, order[0], order[1], 5, order[2], 6], max_tokens=1).reused == reused
     assert harness.device.num_computed - before == computed + 4
-
-
-def keep_keys_of(harness: Harness, num_blocks: int) -> None:
-    """Makes the one cached prefix shorter; image entries stay."""
-    for node in list(harness.manager.prefixes)[num_blocks:]:
-        if node.block is not None:
-            harness.manager.prefixes.forget_block(node.block)
 
 
 def test_the_encoder_is_not_called_where_no_row_is_needed() -> None:
     """The block that is hit covers the two leading rows; the others stand in the table."""
     harness = engine(0.2, enable_prefix_caching=True, encoder_blocks=0)
     harness.generate([1, 2, CAT, 3, 4])
-    keep_keys_of(harness, 1)
+    harness.shorten_prefixes(1)
     computed = harness.device.num_computed
-    assert usage(harness, [1, 2, CAT, 3, 5], max_tokens=1) == Usage(4, 8, 0, 1, 0)
+    assert harness.usage([1, 2, CAT, 3, 5], max_tokens=1) == Usage(4, 8, 0, 1, 0)
     assert calls(harness, CAT) == 1 and harness.device.num_computed - computed == 2
 
 
@@ -108,20 +95,20 @@ def test_a_hit_that_covers_part_of_an_image(ratio: object, covered: int, expecte
     """Blocks hold rows 0 and 1 of the image, then 2 to 5, then 6 to 9."""
     harness = engine(ratio, enable_prefix_caching=True)
     harness.generate([1, 2, CAT, 3, 4])
-    keep_keys_of(harness, covered)
-    assert usage(harness, [1, 2, CAT, 9]) == expected
+    harness.shorten_prefixes(covered)
+    assert harness.usage([1, 2, CAT, 9]) == expected
 
 
 def test_an_image_at_the_end_of_the_prompt_gives_up_its_last_row() -> None:
     harness = engine()
     harness.generate([1, CAT, 2])
     before = harness.device.num_computed
-    assert usage(harness, [3, 3, CAT], max_tokens=1) == Usage(0, 6, 3, 1, 0)
+    assert harness.usage([3, 3, CAT], max_tokens=1) == Usage(0, 6, 3, 1, 0)
     assert harness.device.num_computed - before == 2 + 3 + 1
-    assert usage(harness, [CAT], max_tokens=5).reused == 6
+    assert harness.usage([CAT], max_tokens=5).reused == 6
     one = Picture(7, 1)
     harness.generate([1, one, 2])
-    assert usage(harness, [3, one]) == Usage(0, 0, 0, 0, 1)
+    assert harness.usage([3, one]) == Usage(0, 0, 0, 0, 1)
 
 
 # ---------------------------------------------------------------- ordinals
@@ -129,10 +116,10 @@ def test_an_image_at_the_end_of_the_prompt_gives_up_its_last_row() -> None:
 def test_only_the_own_ordinal_is_reused_and_others_become_variants() -> None:
     harness = engine()
     harness.generate([1, CAT, 2])
-    assert usage(harness, [DOG, CAT, 2]) == Usage(0, 0, 0, 0, 2)
+    assert harness.usage([DOG, CAT, 2]) == Usage(0, 0, 0, 0, 2)
     assert sorted(harness.manager.image_kv_cache[harness.live_entries()[0].key]) == [0, 1]
-    assert usage(harness, [TOWN, 5, CAT, 2]).images_reused == 1
-    assert usage(harness, [6, CAT, 2]).images_reused == 1
+    assert harness.usage([TOWN, 5, CAT, 2]).images_reused == 1
+    assert harness.usage([6, CAT, 2]).images_reused == 1
 
 
 def test_any_ordinal_takes_the_nearest() -> None:
@@ -145,18 +132,18 @@ def test_any_ordinal_takes_the_nearest() -> None:
     assert near is not None and near.block_table[0] in {copy.source_blocks[0] for copy in seq.reuse.copies}
     harness.run()
     assert seq.usage.images_reused == 1                 # from ordinal 0, as near as ordinal 2
-    assert usage(harness, [CAT, 4], reuse_any_ordinal=False).images_reused == 1
-    assert usage(harness, [Picture(7, 4), CAT, 4], reuse_any_ordinal=False).images_reused == 0
+    assert harness.usage([CAT, 4], reuse_any_ordinal=False).images_reused == 1
+    assert harness.usage([Picture(7, 4), CAT, 4], reuse_any_ordinal=False).images_reused == 0
 
 
 def test_the_same_image_twice_in_one_prompt() -> None:
     harness = engine()
-    assert usage(harness, [1, CAT, 2, CAT, 3]) == Usage(0, 0, 0, 0, 2)
+    assert harness.usage([1, CAT, 2, CAT, 3]) == Usage(0, 0, 0, 0, 2)
     assert harness.manager.image_kv.num_entries == 2 and calls(harness, CAT) == 1
-    assert usage(harness, [4, 4, CAT, CAT, 3]) == Usage(0, 14, 6, 2, 0)
+    assert harness.usage([4, 4, CAT, CAT, 3]) == Usage(0, 14, 6, 2, 0)
     both = engine(reuse_any_ordinal=True)
     both.generate([1, CAT, 2])
-    assert usage(both, [4, 4, CAT, CAT, 3]) == Usage(0, 14, 6, 2, 0)
+    assert both.usage([4, 4, CAT, CAT, 3]) == Usage(0, 14, 6, 2, 0)
     assert both.manager.image_kv.num_entries == 1       # what was reused is no entry
 
 
@@ -168,7 +155,7 @@ def test_an_image_behind_a_reused_one_is_stored_until_an_exact_one_comes() -> No
     harness.generate([3, 3, CAT, DOG, 2])               # the dog is computed behind the reused cat
     dog = harness.manager.get_image_kv_entry(("content", None, 2, (1, 2, 12)), 1)
     assert dog is not None and not dog.exact
-    assert usage(harness, [4, CAT, 4, DOG, 2]).images_reused == 2
+    assert harness.usage([4, CAT, 4, DOG, 2]).images_reused == 2
     assert harness.manager.get_image_kv_entry(dog.key, 1) is dog
     harness.generate([5, TOWN, DOG, 2], recompute_ratio=0.0)
     better = harness.manager.get_image_kv_entry(dog.key, 1)
@@ -204,7 +191,7 @@ def test_a_video_is_reused_at_its_own_speed_only() -> None:
     slow, fast = (Picture(5, 4, interval=interval, frames=2) for interval in (2.0, 1.0))
     for prefix_caching in (False, True):
         harness = engine(enable_prefix_caching=prefix_caching)
-        found = [usage(harness, [*[1] * i, video, 2]).images_reused for i, video in enumerate((slow, fast, slow, fast))]
+        found = [harness.usage([*[1] * i, video, 2]).images_reused for i, video in enumerate((slow, fast, slow, fast))]
         assert found == [0, 0, 1, 1] and calls(harness, slow) == 1
 
 
@@ -213,7 +200,7 @@ def test_salts_and_names_are_worlds_of_their_own() -> None:
     named = Picture(1, 10, is_named=True)
     worlds = [(CAT, None), (CAT, "a"), (named, None), (CAT, "b")]
     for i, (picture, salt) in enumerate(worlds * 2):
-        found = usage(harness, [*[1] * i, picture, 2], cache_salt=salt).images_reused
+        found = harness.usage([*[1] * i, picture, 2], cache_salt=salt).images_reused
         assert found == (i >= len(worlds))
 
 
@@ -227,6 +214,46 @@ def test_requests_of_one_batch_compute_a_new_image_once(budget: int, overlap: bo
     harness.run()
     assert calls(harness, CAT) == 1 and [seq.usage.reused for seq in seqs] == [0, 7, 7, 7]
     assert harness.device.num_computed == 12 + sum(i + 1 + 3 + 1 for i in (1, 2, 3)) + 4
+
+
+def test_a_request_waits_only_for_an_image_it_could_then_reuse() -> None:
+    harness = engine()
+    first = harness.add([1, DOG, CAT, 2])
+    same, other = harness.add([3, DOG, CAT, 4]), harness.add([5, CAT, 6])
+    off = harness.add([7, DOG, CAT, 8], recompute_ratio=0.0)
+    assert harness.step() == [first, other, off]            # the cat of `other` has another ordinal
+    assert harness.step() == [first, other, off, same] and same.usage.images_reused == 2
+    harness.run()
+
+
+def test_nobody_waits_for_an_image_that_is_there_already() -> None:
+    """A request without reuse computes it again, and one whose entry is gone has computed it already."""
+    harness = engine(max_num_batched_tokens=16)
+    harness.generate([1, CAT, 2])
+    slow = harness.add([*[3] * 10, CAT, 4], recompute_ratio=0.0)
+    harness.step()
+    quick = harness.add([5, CAT, 6])
+    assert harness.step() == [slow, quick] and quick.usage.images_reused == 1
+    harness.run()
+    done = harness.add([7, CAT, 8], max_tokens=9, recompute_ratio=0.0)
+    harness.step()
+    for entry in harness.live_entries():
+        harness.manager.image_kv.drop(entry)
+    late = harness.add([9, CAT, 9])
+    assert harness.step() == [done, late]
+    harness.run()
+
+
+def test_nobody_waits_for_an_image_that_is_only_reused() -> None:
+    harness = engine(max_num_batched_tokens=16)
+    harness.generate([1, CAT, 2])
+    reusing = harness.add([*[3] * 15, CAT, 4])
+    harness.step()
+    for entry in harness.live_entries():
+        harness.manager.image_kv.drop(entry)
+    other = harness.add([5, CAT, 6])
+    assert harness.step() == [reusing, other]
+    harness.run()
 
 
 def test_counters_say_where_tokens_came_from() -> None:

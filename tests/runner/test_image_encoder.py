@@ -19,6 +19,7 @@ class MeanOfFour:
 
     def __init__(self) -> None:
         self.calls: list[list[tuple[int, int, int]]] = []
+        self.pixel_dtype = torch.float32
 
     def encode_images(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
         assert len(patches) == sum(t * h * w for t, h, w in grids)
