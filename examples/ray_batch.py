@@ -2,8 +2,8 @@
 
     python examples/ray_batch.py questions.jsonl answers.jsonl --model DIR --actors 2
 
-A line of questions.jsonl is {"id": ..., "image": FILE, "question": TEXT}; answers.jsonl has the same lines with "answer",
-the counts of prompt tokens (all, cached, reused) and the process that answered, in the order in which they are done.
+A line of questions.jsonl is {"id": ..., "image": FILE, "question": TEXT}; answers.jsonl has the same lines with
+"answer", the counts of prompt tokens (all, cached, reused) and the process that answered, in the order of their ends.
 All questions about a picture, known by the hash of its file, go to one engine at one time, so that its tokens are
 computed once in the cluster. Ray runs a group again if its engine dies: every line is answered once.
 Needs `pip install nanovllm[ray]`.

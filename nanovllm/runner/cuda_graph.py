@@ -148,7 +148,7 @@ class DecodeGraphs:
         return CapturedStep(graph, spans, logits, sampled)
 
     def _decode(self, inputs: DecodeInputs, spans: SpanBatch) -> tuple[Tensor, SamplerOutput | None]:
-        """Logits, and on rank 0 what plain sampling makes of them; what depends on a batch's numbers is read from `inputs`."""
+        """Logits, and on rank 0 their plain samples; what depends on a batch's numbers is read from `inputs`."""
         last = self.parallel.broadcast(self.last_ids[inputs.fed.clamp(min=0)])
         hidden = self.model.embed(torch.where(inputs.fed < 0, inputs.token_ids, last))
         hidden = self.model(hidden, inputs.positions, self.kv_cache, [LayerStage(0, None, spans)])
