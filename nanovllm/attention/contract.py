@@ -37,6 +37,13 @@ class FusedOps(ABC):
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(the norm of x + residual, x + residual), all `[rows, size]`."""
 
+    max_linear_rows: int        # up to which `linear` beats the library
+
+    @staticmethod
+    @abstractmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ weight.T + bias` of a few rows x `[rows, in_features]`."""
+
     @staticmethod
     @abstractmethod
     def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -9,12 +9,10 @@ from nanovllm.attention.fused import TritonOps
 from nanovllm.attention.triton_backend import TritonBackend
 
 SHORT_SEGMENT = 64      # patches of a vision window: 112 x 112 pixels
-FEW_TOKENS = 512        # of a step: then its keys must be split to keep the device busy, whatever their lengths
 
 
 class FastestBackend(AttentionBackend):
-    """Decode batches, short steps and vision windows go to Triton (docs/log.md has both times), all else to
-    FlashAttention."""
+    """Decode batches and vision windows go to Triton (docs/log.md has both times), all else to FlashAttention."""
 
     fused = TritonOps()
 
@@ -27,7 +25,7 @@ class FastestBackend(AttentionBackend):
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spans: SpanBatch, scale: float) -> Tensor:
         """See `AttentionBackend.attend`."""
-        backend = self.triton if spans.max_seqlen_q == 1 or len(q) <= FEW_TOKENS else self.flash
+        backend = self.triton if spans.max_seqlen_q == 1 else self.flash
         return backend.attend(q, k_cache, v_cache, spans, scale)
 
     def encode(

@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.image.hashing import hash_threads
 from nanovllm.image.inputs import check_token_ids, expand_placeholders, identify, parse_mm_inputs
 from nanovllm.image.items import ImageItem
 from nanovllm.image.positions import mrope_positions
@@ -42,6 +43,7 @@ class ImageNames:
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self.capacity = capacity
+        self.threads = hash_threads()
         self.fingerprints: OrderedDict[Hashable, int] = OrderedDict()
 
     def identify(self, seq: Sequence) -> float:
@@ -49,7 +51,7 @@ class ImageNames:
         if not seq.images:
             return 0.0
         start = perf_counter()
-        identify(seq.images, seq.sampling_params.cache_salt)
+        identify(seq.images, seq.sampling_params.cache_salt, self.threads)
         for image in seq.images:
             if image.caller_hash is not None:
                 image.key = image.kv_key = (image.key, self._fingerprint(image))

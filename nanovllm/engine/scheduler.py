@@ -212,11 +212,11 @@ class Scheduler:
         seq.num_pending += samples
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to the head of the queue without KV; it will be recomputed, prompt and generated tokens alike."""
+        """Back to its place in the queue without KV; it will be recomputed, prompt and generated tokens alike."""
         self._stop_running(seq)
         self.holds.keep_rows(seq)
         seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(seq)
+        insort(self.waiting, seq, key=lambda s: s.seq_id)
         self.stats.preemptions += 1
 
     def _drop_youngest_hold(self, head: Sequence | None = None) -> bool:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,16 @@ from numpy.typing import NDArray
 
 SLICE_BYTES = 8 << 20       # part of what a digest is: never derived from the machine
 MIN_PARALLEL_SLICES = 3     # below 16 MiB (0.5 ms) starting threads costs more than it saves
-MAX_THREADS = 16            # then the memory bus is full
+MAX_THREADS = 8             # a few cores fill the memory bus
 NUM_SAMPLES = 4096          # values in a fingerprint
 
 
-def content_hash(pixels: Any, grid: Sequence[int]) -> int:
+def hash_threads() -> ThreadPoolExecutor:
+    """Threads for `content_hash`; they start when first needed and end when nobody refers to the pool any more."""
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS))
+
+
+def content_hash(pixels: Any, grid: Sequence[int], threads: Executor | None = None) -> int:
     """128-bit digest of `pixels` (tensor on any device or numpy array, any shape and dtype) under `grid` (t, h, w).
 
     Equal pixels have equal digests whether they come as tensor or array, contiguous or not, in every process and
@@ -28,8 +33,7 @@ def content_hash(pixels: Any, grid: Sequence[int]) -> int:
         digests = [xxhash.xxh3_128_digest(part) for part in slices]
     else:
         # xxhash lets go of the GIL while it reads a slice
-        with ThreadPoolExecutor(min(len(slices), os.cpu_count() or 1, MAX_THREADS)) as pool:
-            digests = list(pool.map(xxhash.xxh3_128_digest, slices))
+        digests = list((threads or hash_threads()).map(xxhash.xxh3_128_digest, slices))
     return xxhash.xxh3_128_intdigest(_header(pixels, grid) + b"".join(digests))
 
 

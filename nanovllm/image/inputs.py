@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
@@ -109,11 +110,11 @@ def parse_mm_inputs(
     return sorted(items, key=lambda item: item.start)
 
 
-def identify(items: Sequence[ImageItem], cache_salt: str | None = None) -> None:
+def identify(items: Sequence[ImageItem], cache_salt: str | None = None, threads: Executor | None = None) -> None:
     """Sets `key`, `kv_key` and `fingerprint` of every item: hashes the pixels of those the caller did not name."""
     for item in items:
         if item.caller_hash is None:
-            item.key = ("content", cache_salt, content_hash(item.pixels, item.grid), item.grid)
+            item.key = ("content", cache_salt, content_hash(item.pixels, item.grid, threads), item.grid)
         else:
             item.key = ("caller", cache_salt, item.caller_hash, item.grid)
             item.fingerprint = None if item.pixels is None else fingerprint(item.pixels, item.grid)

@@ -20,17 +20,17 @@ def _silu_and_mul_kernel(
     factor = tl.load(up + row * up_stride + place, mask=mask, other=0.0)
     wide = value.to(tl.float32)
     silu = (wide / (1 + tl.exp(-wide))).to(value.dtype).to(tl.float32)      # rounded where the twin rounds
-    tl.store(out + row * out_stride + place, (silu * factor.to(tl.float32)).to(value.dtype), mask=mask)
+    tl.store(out + row * out_stride + place, (silu * factor.to(tl.float32)).to(value.dtype), mask=place < out_stride)
 
 
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, all `[rows, size]`, each row contiguous. Equal in plain torch: `layers.activation`."""
     rows, size = gate.shape
     assert gate.stride(1) == up.stride(1) == 1
-    # Rows begin at multiples of 16 bytes, which the matrix product behind this one needs to be fast.
+    # Rows begin at multiples of 16 bytes, zeros between them: what the matrix product behind needs to be fast.
     stride = -(-size * gate.element_size() // 16) * 16 // gate.element_size()
     out = torch.empty(rows, stride, dtype=gate.dtype, device=gate.device)[:, :size]
     if rows:
-        _silu_and_mul_kernel[(rows, triton.cdiv(size, BLOCK))](
+        _silu_and_mul_kernel[(rows, triton.cdiv(stride, BLOCK))](
             gate, up, out, gate.stride(0), up.stride(0), stride, SIZE=size, BLOCK=BLOCK, num_warps=4)
     return out

@@ -173,23 +173,19 @@ def _store_rows(
                  mask=filled[:, None] & (tail < DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(do_not_specialize=["rows"])
 def _combine_kernel(
-    parts: tl.tensor, log_sums: tl.tensor, out: tl.tensor, rows: int, splits: int, DIM: tl.constexpr,
+    parts: tl.tensor, log_sums: tl.tensor, out: tl.tensor, rows: int, SPLITS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """One row of (token, head): the splits' outputs, weighed by the sums of their softmax."""
-    row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    largest = float("-inf")
-    for split in range(splits):
-        largest = tl.maximum(largest, tl.load(log_sums + split * rows + row))
-    largest = tl.where(largest == float("-inf"), 0.0, largest)
-    acc, total = tl.zeros([WIDTH], tl.float32), 0.0
-    for split in range(splits):
-        weight = tl.math.exp2(tl.load(log_sums + split * rows + row) - largest)
-        acc += weight * tl.load(parts + (split * rows + row) * DIM + dims, mask=dims < DIM, other=0.0)
-        total += weight
-    acc = acc / tl.where(total > 0, total, 1.0)
+    """One row of (token, head): the splits' outputs, weighed by the sums of their softmax; all loads at once."""
+    row, dims, split = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH), tl.arange(0, SPLITS)
+    log_sum = tl.load(log_sums + split * rows + row)
+    tile = tl.load(parts + ((split * rows + row) * DIM)[:, None] + dims[None, :], mask=(dims < DIM)[None, :], other=0.0)
+    largest = tl.max(log_sum, 0)
+    weight = tl.math.exp2(log_sum - tl.where(largest == float("-inf"), 0.0, largest))
+    total = tl.sum(weight, 0)
+    acc = tl.sum(tile * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + row * DIM + dims, acc.to(out.dtype.element_ty), mask=dims < DIM)
 
 
@@ -228,5 +224,5 @@ def attend(
         GROUP=group, DIM=dim, MAIN=main, TAIL=tail, BLOCK_SIZE=block_size, ONE_QUERY=one_query,
         ROWS=tiles.rows, KEYS=tiles.keys, SPLIT=tiles.splits > 1, num_warps=tiles.warps, num_stages=tiles.stages)
     if tiles.splits > 1:
-        _combine_kernel[(tokens * heads,)](parts, log_sums, out, tokens * heads, tiles.splits, DIM=dim,
+        _combine_kernel[(tokens * heads,)](parts, log_sums, out, tokens * heads, SPLITS=tiles.splits, DIM=dim,
                                            WIDTH=triton.next_power_of_2(dim), num_warps=1)

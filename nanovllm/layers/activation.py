@@ -20,11 +20,13 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False,
                  fused: FusedOps | None = None, parallel: TensorParallel = ALONE) -> None:
         super().__init__()
-        self.silu_and_mul = silu_and_mul if fused is None else fused.silu_and_mul
+        self.fused = fused
         parts = dict.fromkeys(("gate_proj", "up_proj"), parallel.split(intermediate_size))
-        self.gate_up_proj = MergedLinear(hidden_size, parts, bias)
-        self.down_proj = RowLinear(intermediate_size, hidden_size, bias, parallel)
+        self.gate_up_proj = MergedLinear(hidden_size, parts, bias, fused)
+        self.down_proj = RowLinear(intermediate_size, hidden_size, bias, fused, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj.forward_parts(x)
-        return self.down_proj(self.silu_and_mul(gate, up))
+        if self.fused is None:
+            return self.down_proj(silu_and_mul(gate, up))
+        return self.down_proj.forward_padded(self.fused.silu_and_mul(gate, up))

@@ -21,8 +21,8 @@ class PagedAttention(nn.Module):
         self.scale = config.head_dim**-0.5
         q_size, kv = config.num_heads * config.head_dim, parallel.split_kv(config.num_kv_heads, config.head_dim)
         parts = {"q_proj": parallel.split(q_size), "k_proj": kv, "v_proj": kv}
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias)
-        self.o_proj = RowLinear(q_size, config.hidden_size, config.o_bias, parallel)
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias, backend.fused)
+        self.o_proj = RowLinear(q_size, config.hidden_size, config.o_bias, backend.fused, parallel)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 

@@ -5,19 +5,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.attention.contract import FusedOps
 from nanovllm.parallel import ALONE, Part, TensorParallel
 
 
 class Linear(nn.Module):
     """`x @ weight.T + bias` for x `[..., in_features]`; weight `[out_features, in_features]`, whole on every rank."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, fused: FusedOps | None = None) -> None:
         super().__init__()
+        self.fused = fused
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
+    @property
+    def added_bias(self) -> Tensor | None:
+        return self.bias
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if self.fused is not None and len(x) <= self.fused.max_linear_rows:
+            return self.fused.linear(x, self.weight, self.added_bias)
+        return F.linear(x, self.weight, self.added_bias)
+
+    def forward_padded(self, x: Tensor) -> Tensor:
+        """`forward` for x with zeros behind each row, as many as the rows of the weights are padded with (see
+        `models.registry`): an odd width makes a library's product three times as slow as the next even one."""
+        if x.stride(0) == x.shape[1] or x.stride(0) != self.weight.stride(0):
+            return Linear.forward(self, x)
+        return F.linear(_with_padding(x), _with_padding(self.weight), self.added_bias)
+
+
+def _with_padding(x: Tensor) -> Tensor:
+    """The rows of a view together with what lies between them."""
+    return x.as_strided((len(x), x.stride(0)), x.stride())
 
 
 class ColumnLinear(Linear):
@@ -32,8 +52,9 @@ class MergedLinear(Linear):
     """Several projections of one input as one matrix, this rank's rows of each in the order of `parts`, whose keys are
     their names in a checkpoint."""
 
-    def __init__(self, in_features: int, parts: dict[str, Part], bias: bool = False) -> None:
-        super().__init__(in_features, sum(part.size for part in parts.values()), bias)
+    def __init__(self, in_features: int, parts: dict[str, Part], bias: bool = False,
+                 fused: FusedOps | None = None) -> None:
+        super().__init__(in_features, sum(part.size for part in parts.values()), bias, fused)
         self.parts = parts
 
     def forward_parts(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -44,13 +65,19 @@ class MergedLinear(Linear):
 class RowLinear(Linear):
     """Each rank multiplies its share of the inputs, and all get the sum: it takes what a column-split layer made."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False,
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, fused: FusedOps | None = None,
                  parallel: TensorParallel = ALONE) -> None:
         self.part = parallel.split(in_features)
-        super().__init__(self.part.size, out_features, bias)
+        super().__init__(self.part.size, out_features, bias, fused)
         self.parallel = parallel
+
+    @property
+    def added_bias(self) -> Tensor | None:
+        return self.bias if self.parallel.rank == 0 else None       # once in the sum
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., out_features]`, the same on every rank, of this rank's x `[..., in_features / ranks]`."""
-        bias = self.bias if self.parallel.rank == 0 else None       # once in the sum
-        return self.parallel.sum(F.linear(x, self.weight, bias))
+        return self.parallel.sum(super().forward(x))
+
+    def forward_padded(self, x: Tensor) -> Tensor:
+        return self.parallel.sum(super().forward_padded(x))

@@ -49,9 +49,9 @@ def _materialise(module: nn.Module, dtype: torch.dtype, device: torch.device) ->
 
 
 def _aligned_empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor whose rows begin at multiples of 16 bytes: without it a GPU's matrix product of rows of 3,420 values, as
-    the vision tower has them, takes more than three times as long."""
+    """A tensor whose rows begin at multiples of 16 bytes, zeros between them. Without it a GPU's matrix product of rows
+    of 3,420 values, as the vision tower has them, takes three times as long (see `Linear.forward_padded`)."""
     if len(shape) != 2 or shape[1] * dtype.itemsize % ROW_BYTES == 0:
         return torch.empty(shape, dtype=dtype, device=device)
     stride = -(-shape[1] * dtype.itemsize // ROW_BYTES) * ROW_BYTES // dtype.itemsize
-    return torch.empty(shape[0], stride, dtype=dtype, device=device)[:, :shape[1]]
+    return torch.zeros(shape[0], stride, dtype=dtype, device=device)[:, :shape[1]]

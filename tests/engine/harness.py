@@ -203,8 +203,8 @@ class Harness:
         """Holds between any two steps."""
         self.scheduler.check_integrity()
         self.encoder_cache.check_integrity()
-        ids = [seq.seq_id for seq in self.scheduler.running]
-        assert ids == sorted(ids), "running sequences are not oldest first"
+        for seqs in (self.scheduler.running, self.scheduler.waiting):
+            assert list(seqs) == sorted(seqs, key=lambda seq: seq.seq_id), "not oldest first"
         recorded = {id(entry): contents for entry, contents in self.entries}
         for entry in self.live_entries():
             contents = [[row.content for row in layer] for layer in self._read_entry(entry)]

@@ -162,6 +162,17 @@ def test_preempted_requests_reuse_again(overlap: bool) -> None:
     assert harness.scheduler.stats.preemptions > 0 and [seq.num_completion_tokens for seq in seqs] == [18] * 3
 
 
+def test_a_preempted_request_does_not_overtake_an_older_one_that_waits() -> None:
+    harness = Harness(recompute_ratio=0.3, max_num_batched_tokens=16)
+    first = harness.add([*range(20), CAT, 1])
+    harness.step()
+    second, third = harness.add([2, CAT, 2]), harness.add([3, 4])
+    assert harness.step() == [first, third]                 # the second one waits for the image of the first
+    harness.scheduler._preempt(third)
+    assert list(harness.scheduler.waiting) == [second, third]
+    harness.run()
+
+
 def test_a_resumed_sequence_may_have_no_prompt_token_to_compute() -> None:
     """Its first block is a hit, the rest of the image is reused: such a step is no prefill, as the harness checks."""
     harness = Harness(recompute_ratio=0.2)

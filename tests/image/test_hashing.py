@@ -94,7 +94,8 @@ def test_digest_is_wide_and_the_same_in_every_process():
                               env={**os.environ, "PYTHONHASHSEED": seed}).stdout for seed in ("0", "1", "random")}
     assert len(outputs) == 1 and outputs.pop().endswith("False\n")
     digests = [content_hash(np.array([n]), GRID) for n in range(64)]
-    assert max(digest.bit_length() for digest in digests) > 120 and len({digest & (1 << 64) - 1 for digest in digests}) == 64
+    assert max(digest.bit_length() for digest in digests) > 120
+    assert len({digest & (1 << 64) - 1 for digest in digests}) == 64
 
 
 @BOTH

@@ -1,12 +1,11 @@
-"""Token ids and mm_inputs: what fits is taken apart without a copy, what does not is refused with its numbers."""
+"""mm_inputs: what fits is taken apart without a copy, what does not is refused with its numbers."""
 import re
 
 import numpy as np
 import pytest
 import torch
 
-from nanovllm.image.hashing import content_hash, fingerprint
-from nanovllm.image.inputs import check_token_ids, expand_placeholders, identify, parse_mm_inputs
+from nanovllm.image.inputs import expand_placeholders, parse_mm_inputs
 from nanovllm.model_config import ModelConfig, RopeConfig, TextConfig, VisionConfig
 
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
@@ -57,39 +56,6 @@ def prompt(*grids, pad=IMAGE):
 
 def parse(ids, mm_inputs, model=MODEL):
     return parse_mm_inputs(ids, mm_inputs, model)
-
-
-# ---- token ids
-
-@pytest.mark.parametrize("ids", [
-    [5, 6, 99], (5, 6, 99), np.array([5, 6, 99]), np.array([5, 6, 99], np.int32), np.array([5, 6, 99], np.uint8),
-    torch.tensor([5, 6, 99]), torch.tensor([5, 6, 99], dtype=torch.int32), [np.int64(5), 6, np.uint16(99)],
-    list(torch.tensor([5, 6, 99]))])
-def test_token_ids_become_plain_ints(ids):
-    checked = check_token_ids(ids, VOCAB)
-    assert checked == [5, 6, 99] and set(map(type, checked)) == {int} and type(checked) is list
-
-
-def test_token_ids_are_a_list_of_their_own():
-    ids = [1, 2]
-    checked = check_token_ids(ids, VOCAB)
-    checked.append(3)
-    assert ids == [1, 2]
-
-
-@pytest.mark.parametrize("bad, names", [
-    ([VOCAB], "token id 100 at index 0 .* 0 <= id < 100"), ([3, -1], "token id -1 at index 1"),
-    ([2**40], str(2**40)), ([2**80], str(2**80)), (np.array([1, 2**40]), str(2**40)), (torch.tensor([-5]), "-5"),
-    ([1.5], "1.5 at index 0 .* float"), ([1, 2.0], "2.0 at index 1"), (np.array([1.0, 2.0]), "float64"),
-    (torch.tensor([1.5]), "float32"), (torch.tensor([1.0], dtype=torch.bfloat16), "bfloat16"),
-    ([True], "True at index 0"), ([1, np.True_], "True at index 1"), (np.array([True]), "bool"),
-    (torch.tensor([True]), "bool"), ([torch.tensor(True)], "bool"), ([1, None], "None at index 1"),
-    (["1"], "'1' at index 0"), ([[1, 2]], "list"), (torch.tensor([[1, 2]]), r"\(1, 2\)"), (np.array(3), r"\(\)"),
-    ("12", "not str"), (b"12", "not bytes"), (7, "not int"), (None, "NoneType"), ({1: 2}, "dict"),
-    ([], "empty"), ((), "empty"), (np.array([]), "empty"), (torch.tensor([]), "empty")])
-def test_bad_token_ids_are_refused(bad, names):
-    with pytest.raises(ValueError, match=names):
-        check_token_ids(bad, VOCAB)
 
 
 # ---- placeholders
@@ -166,7 +132,8 @@ def test_images_that_touch_are_split_by_their_grids():
 
 
 COUNTS = [
-    ("one too few", [1] + [IMAGE] * 3, (SMALL,), r"3 image placeholders \(token 90\) in runs of \[3\].* 1 images of \[4\]"),
+    ("one too few", [1] + [IMAGE] * 3, (SMALL,),
+     r"3 image placeholders \(token 90\) in runs of \[3\].* 1 images of \[4\]"),
     ("one too many", [1] + [IMAGE] * 5, (SMALL,), r"5 image placeholders .* \[5\].*\[4\]"),
     ("2 images, 1 place", prompt(SMALL), (SMALL, SMALL), r"4 image .* \[4\].* 2 images of \[4, 4\]"),
     ("1 image, 2 places", prompt(SMALL, SMALL), (SMALL,), r"8 image .* \[4, 4\].* 1 images of \[4\]"),
@@ -216,13 +183,15 @@ def test_video_placeholders_are_counted_on_their_own():
     ({"pixel_values": pixels(SMALL), "image_grid_thw": np.array([[1.0, 4.0, 4.0]])}, "rows of three ints"),
     ({"pixel_values": pixels(SMALL), "image_grid_thw": 3}, "rows of three ints"),
     ({"image_grid_thw": [(1, 2**40, 2**40)], "image_hashes": [1]}, "4 image placeholders"),
-    (images(SMALL, pixel_value=1), r"unknown mm_inputs \['pixel_value'\]"), (images(SMALL, video_hashes=None), "video_hashes"),
+    (images(SMALL, pixel_value=1), r"unknown mm_inputs \['pixel_value'\]"),
+    (images(SMALL, video_hashes=None), "video_hashes"),
     ([images(SMALL)], "dict or None, not list"), ("image", "not str"),
     (images(SMALL, image_hashes=[1, 2]), "2 image_hashes but 1 rows of image_grid_thw"),
     (images(SMALL, image_hashes=[]), "0 image_hashes but 1 rows"),
     ({"image_hashes": [1]}, "1 image_hashes but 0 rows of image_grid_thw.* grid is always needed"),
     (images(SMALL, image_hashes=[1.5]), "image hash 1.5 at index 0"), (images(SMALL, image_hashes=["a"]), "'a'"),
-    (images(SMALL, image_hashes=[True]), "True"), (images(SMALL, second_per_grid_ts=[1.0]), "1 second_per_grid_ts but 0 videos"),
+    (images(SMALL, image_hashes=[True]), "True"),
+    (images(SMALL, second_per_grid_ts=[1.0]), "1 second_per_grid_ts but 0 videos"),
 ])
 def test_wrong_image_inputs_are_refused(mm_inputs, names):
     with pytest.raises(ValueError, match=names):
@@ -231,13 +200,15 @@ def test_wrong_image_inputs_are_refused(mm_inputs, names):
 
 @pytest.mark.parametrize("seconds, names", [
     ([], "0 second_per_grid_ts but 1 videos"), ([1, 2], "2 second_per_grid_ts"), ([0], "holds 0.0"), ([-0.5], "-0.5"),
-    ([float("nan")], "nan"), ([float("inf")], "inf"), ([1e300], "1e[+]300"), (["x"], "must be numbers"), (1.0, "must be numbers")])
+    ([float("nan")], "nan"), ([float("inf")], "inf"), ([1e300], "1e[+]300"),
+    (["x"], "must be numbers"), (1.0, "must be numbers")])
 def test_wrong_seconds_are_refused(seconds, names):
     with pytest.raises(ValueError, match=names):
         parse(prompt(CLIP, pad=VIDEO), videos(CLIP, second_per_grid_ts=seconds))
 
 
-@pytest.mark.parametrize("key", ["pixel_values", "image_grid_thw", "image_hashes", "pixel_values_videos", "video_grid_thw"])
+@pytest.mark.parametrize("key", [
+    "pixel_values", "image_grid_thw", "image_hashes", "pixel_values_videos", "video_grid_thw"])
 @pytest.mark.parametrize("check", [parse_mm_inputs, expand_placeholders])
 def test_a_text_model_refuses_images_by_name(key, check):
     with pytest.raises(ValueError, match=f"Qwen3ForCausalLM reads text only: remove {key}"):
@@ -273,60 +244,6 @@ def test_one_mark_becomes_the_tokens_of_its_image():
 def test_marks_must_fit_the_images(ids, mm_inputs, names):
     with pytest.raises(ValueError, match=names):
         expand_placeholders(ids, mm_inputs, MODEL)
-
-
-# ---- identity
-
-def identified(ids, mm_inputs, salt=None):
-    items = parse(ids, mm_inputs)
-    identify(items, salt)
-    return items
-
-
-def test_content_keys():
-    mm_inputs = images(SMALL, SMALL)
-    mm_inputs["pixel_values"][16:] = mm_inputs["pixel_values"][:16]
-    first, second = identified(prompt(SMALL, SMALL), mm_inputs)
-    assert first.key == second.key == ("content", None, content_hash(mm_inputs["pixel_values"][:16], SMALL), SMALL)
-    assert first.kv_key == first.key and first.fingerprint is None
-    salted, _ = identified(prompt(SMALL, SMALL), mm_inputs, "tenant")
-    assert salted.key == ("content", "tenant", *first.key[2:])
-    other, = identified(prompt((1, 2, 8)), {"pixel_values": mm_inputs["pixel_values"][:16], "image_grid_thw": [(1, 2, 8)]})
-    assert other.key != first.key              # the same rows under another grid
-
-
-def test_callers_names_have_a_namespace_of_their_own():
-    digest = content_hash(pixels(SMALL), SMALL)
-    item, = identified(prompt(SMALL), images(SMALL, image_hashes=[digest]), "tenant")
-    assert item.key == item.kv_key == ("caller", "tenant", digest, SMALL)
-    assert item.fingerprint == fingerprint(pixels(SMALL), SMALL)
-    for hashes in (np.array([7]), torch.tensor([7]), (7,), [np.uint64(7)]):
-        assert identified(prompt(SMALL), images(SMALL, image_hashes=hashes))[0].key == ("caller", None, 7, SMALL)
-    large, = identified(prompt(LARGE), images(LARGE, image_hashes=[digest]), "tenant")
-    assert large.key != item.key               # one forged name, two sizes
-
-
-def test_named_images_may_come_without_pixels():
-    first, second = identified(prompt(SMALL, WIDE), {"image_grid_thw": [SMALL, WIDE], "image_hashes": [-3, 2**200]})
-    assert first.pixels is second.pixels is first.fingerprint is None
-    assert (first.key, second.key) == (("caller", None, -3, SMALL), ("caller", None, 2**200, WIDE))
-    with pytest.raises(ValueError, match="video_grid_thw with 1 rows but no pixel_values_videos"):
-        parse(prompt(SMALL), {"image_grid_thw": [SMALL], "image_hashes": [1], "video_grid_thw": [CLIP]})
-
-
-def test_a_videos_kv_is_told_apart_by_its_pace():
-    ids = prompt(CLIP, pad=VIDEO)
-    slow, = identified(ids, videos(CLIP, second_per_grid_ts=[1.0]))
-    fast, = identified(ids, videos(CLIP, second_per_grid_ts=[0.5]))
-    assert slow.key == fast.key and slow.kv_key == (slow.key, 2.0) and fast.kv_key == (fast.key, 1.0)
-
-
-def test_a_picture_changed_in_place_is_another_picture():
-    mm_inputs = images(SMALL)
-    before, = identified(prompt(SMALL), mm_inputs)
-    key = before.key
-    mm_inputs["pixel_values"][3, 5] += 1
-    assert identified(prompt(SMALL), mm_inputs)[0].key != key
 
 
 def test_messages_stay_short():
