@@ -4,7 +4,7 @@ from __future__ import annotations
 from nanovllm.attention.contract import FusedOps
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.kv_move import move_kv
-from nanovllm.kernels.linear import MAX_ROWS, linear
+from nanovllm.kernels.linear import FAST_ROWS, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.rotary import norm_rotate_store, rotate
 from nanovllm.kernels.sampling import draw, largest, lowest_kept
@@ -15,7 +15,7 @@ class TritonOps(FusedOps):
 
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
-    max_linear_rows = MAX_ROWS
+    max_linear_rows = FAST_ROWS
     linear = staticmethod(linear)
     silu_and_mul = staticmethod(silu_and_mul)
     rotate = staticmethod(rotate)

@@ -102,11 +102,11 @@ class BlockManager:
         assert seq.prefix_node is not None
         if not self.prefixes.is_alive(seq.prefix_node):     # its blocks were another's and have been evicted
             seq.prefix_node, seq.num_published = self.prefixes.root, 0
+        exact_until, namespace = seq.approximate_from, self._namespace_of(seq)
         while (seq.num_published + 1) * self.block_size <= seq.num_computed:
             i = seq.num_published
-            exact_until = seq.approximate_from
             exact = exact_until is None or (i + 1) * self.block_size <= exact_until
-            key = self._key(seq, i, None if exact else self._namespace_of(seq))
+            key = self._key(seq, i, None if exact else namespace)
             seq.prefix_node = self.prefixes.insert(seq.prefix_node, key, seq.block_table[i])
             seq.num_published += 1
 
