@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -132,7 +134,25 @@ def connect(store: Store, rank: int, size: int, device: torch.device, spread_ima
     Raises RuntimeError if not all ranks have called it within `TIMEOUT`.
     """
     kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-    return TensorParallel(rank, size, kind(store, rank, size, timeout=TIMEOUT), spread_images)
+    with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
+        group = kind(store, rank, size, timeout=TIMEOUT)
+    return TensorParallel(rank, size, group, spread_images)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Sets variables for what is made in the block: these two keep NCCL, when a rank has died, from ending the whole
+    program by a thread of its own; whoever started the ranks watches them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def host_store() -> TCPStore:

@@ -127,8 +127,8 @@ def shares(hits: Sequence[bool]) -> list[float]:
 def run_affinity(plot: Path | None) -> None:
     series = {name: shares(list(simulate(route))) for name, route in ROUTES.items()}
     dies, joins = DIES // WINDOW, JOIN // WINDOW
-    print("| requests go to | before | just after a death | settled | just after two joined | settled |\n|---|---|---|---|"
-          "---|---|")
+    print("| requests go to | before | just after a death | settled | just after two joined | settled |")
+    print("|---" * 6 + "|")
     for name, values in series.items():
         moments = (values[dies - 1], values[dies], values[joins - 1], values[joins], values[-1])
         print(f"| {name} | {' | '.join(f'{value:.1%}' for value in moments)} |")

@@ -84,8 +84,8 @@ class RankedRunner(ModelRunner):
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
+            super().close()         # first: NCCL waits for the end of every CUDA graph that it is part of
             self.ranks.close()
-            super().close()
 
 
 class FollowingRunner(ModelRunner):
@@ -104,8 +104,8 @@ class FollowingRunner(ModelRunner):
         yield False
 
     def close(self) -> None:
-        self.first_rank.close()
         super().close()
+        self.first_rank.close()
 
 
 def launched_device(first: torch.device) -> torch.device:

@@ -92,9 +92,10 @@ class Ranks:
     def await_ready(self, seconds: float | None = None) -> None:
         """Until every rank is where it next meets the others; raises RankError if one fails, or needs too long."""
         with self.changed:
-            if not self.changed.wait_for(lambda: self.failure or self.num_ready == self.size - 1, seconds):
-                self.failure = f"only {self.num_ready} of {self.size - 1} ranks started within {seconds:.0f} s"
-            self.num_ready = 0
+            arrived = self.changed.wait_for(lambda: self.failure or self.num_ready == self.size - 1, seconds)
+            num_ready, self.num_ready = self.num_ready, 0
+        if not arrived:
+            self._fail(f"only {num_ready} of {self.size - 1} ranks started within {seconds:.0f} s")
         self._check()
 
     @contextmanager
@@ -107,6 +108,7 @@ class Ranks:
         with later_interrupts():
             try:
                 yield
+                self._check()       # what NCCL broke off looks like an end
             except Exception as error:
                 self._blame(error)
                 if isinstance(error, (RankError, ValueError, FileNotFoundError)):
@@ -160,7 +162,9 @@ class Ranks:
     def _fail(self, failure: str) -> None:
         """Keeps the first failure, kills every rank and breaks off what rank 0 waits for."""
         with self.changed:
-            self.failure = self.failure or failure
+            if self.failure is not None:
+                return
+            self.failure = failure
             self.changed.notify_all()
         for process in self.processes.values():
             process.kill()
@@ -172,7 +176,7 @@ class Ranks:
         """Ends every rank and returns when none is left; calling it again does nothing."""
         if self.watcher.is_alive():
             self.stop.send_bytes(b"")
-            self.watcher.join()
+            self.watcher.join(EXIT_SECONDS)
         for connection in self.connections.values():
             with suppress(OSError):
                 send(connection, pack(Close()))
@@ -183,7 +187,8 @@ class Ranks:
             process.wait()
         for connection in (*self.connections.values(), self.stop, self.stopped):
             connection.close()
-        self.parallel.abort()
+        if self.failure is None:
+            self.parallel.abort()
         self.connections.clear()
         self.processes.clear()
         self.parallel = TensorParallel(0, self.size)
