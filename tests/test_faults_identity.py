@@ -73,7 +73,7 @@ def test_images_under_one_text_are_told_apart(llm, oracle):
 @pytest.mark.parametrize("bits", [16, 32, 63, 127])
 def test_digests_that_share_their_low_bits_are_told_apart(llm, oracle, monkeypatch, bits):
     digests = iter([5, 5 + (1 << bits)])
-    monkeypatch.setattr("nanovllm.image.inputs.content_hash", lambda pixels, grid: next(digests))
+    monkeypatch.setattr("nanovllm.image.inputs.content_hash", lambda pixels, grid, threads: next(digests))
     for seed in (0, 1):
         check_all(llm, oracle, prompt(text(20), picture(112, 112, seed), text(5)))
 
