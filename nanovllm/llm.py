@@ -30,8 +30,14 @@ class LLM(LLMEngine):
         image_grid_thw [images, 3], and for video pixel_values_videos, video_grid_thw, second_per_grid_ts.
 
         Raises ValueError for the first bad request before any is run. After any other exception, KeyboardInterrupt
-        included, the call's requests are gone, their blocks are free, and the engine can be used on.
+        included, the call's requests are gone, their blocks are free, and the engine can be used on; after RankError
+        (with tensor_parallel_size above 1) it cannot. Of ranks that torchrun started, each makes the call, and all but
+        rank 0 return no outputs.
         """
+        with self.runner.call() as has_requests:
+            return self._generate(prompts, sampling_params, mm_inputs, use_tqdm) if has_requests else []
+
+    def _generate(self, prompts: Any, sampling_params: Any, mm_inputs: Any, use_tqdm: bool) -> list[RequestOutput]:
         arrival = perf_counter()
         requests = [self.build_request(*request, arrival)
                     for request in split_prompts(prompts, sampling_params, mm_inputs)]

@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 
 from nanovllm.config import Config
 from nanovllm.engine.intake import ImageNames, build_sequence
-from nanovllm.engine.model_runner import ModelRunner, StepInFlight
+from nanovllm.engine.model_runner import StepInFlight
 from nanovllm.engine.planner import Planner
+from nanovllm.engine.ranked_runner import start_runner
 from nanovllm.engine.scheduled import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -49,18 +50,22 @@ class LLMEngine:
         known = np.zeros(model_config.text.vocab_size, bool)
         ids = np.fromiter(self.tokenizer.get_vocab().values(), np.int64)
         known[ids[ids < len(known)]] = True
-        self.runner = ModelRunner(self.config, known_vocab=known)
-        self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks, self.runner.encoder_cache)
-        self.planner = Planner(self.scheduler.rows, self.config.kvcache_block_size,
-                               num_axes=1 if model_config.text.rope.mrope_section is None else 3)
         self.image_names = ImageNames()
         self.requests: dict[int, Request] = {}
         self.watched: dict[int, StopStrings] = {}     # by seq_id
         self.unclaimed: list[RequestOutput] = []      # ended while `generate` was waiting for others
-        self.overlap = self.runner.device.type == "cuda" if self.config.overlap is None else self.config.overlap
         self.launched: deque[tuple[ScheduledStep, StepInFlight]] = deque()
         self.num_prompt_tokens = self.num_generated_tokens = 0       # computed since the engine was made
+        self.runner = start_runner(self.config, known)
         self._close = weakref.finalize(self, self.runner.close)
+        self.overlap = self.runner.device.type == "cuda" if self.config.overlap is None else self.config.overlap
+        try:
+            self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks, self.runner.encoder_cache)
+            self.planner = Planner(self.scheduler.rows, self.config.kvcache_block_size,
+                                   num_axes=1 if model_config.text.rope.mrope_section is None else 3)
+        except BaseException:
+            self._close()       # now: whoever keeps the traceback keeps this object, and with it the device's memory
+            raise
 
     # ------------------------------------------------------------ requests
 
@@ -219,6 +224,8 @@ class LLMEngine:
     def _check_open(self) -> None:
         if not self._close.alive:
             raise RuntimeError("this engine was closed by exit(): make a new LLM")
+        if self.runner.parallel.rank:
+            raise RuntimeError("only rank 0 takes requests; the other ranks call generate() when it does")
 
     # ------------------------------------------------------------ text
 
