@@ -8,6 +8,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nanovllm.engine.intake import split_prompts
+from nanovllm.engine.interrupts import uninterrupted
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import RequestOutput
 
@@ -57,8 +58,9 @@ class LLM(LLMEngine):
                             others.append(output)
                     progress.update(len(outputs))
         except BaseException:
-            self.abandon_steps()
-            self._drop(mine)
+            with uninterrupted():
+                self.abandon_steps()
+                self._drop(mine)
             raise
         finally:
             self.unclaimed += others
@@ -69,6 +71,7 @@ class LLM(LLMEngine):
             self.abort(seq_id)
             self.requests.pop(seq_id, None)
             self.watched.pop(seq_id, None)
+        self.unclaimed = [output for output in self.unclaimed if output["seq_id"] not in seq_ids]
         self.scheduler.finished = [seq for seq in self.scheduler.finished if seq.seq_id not in seq_ids]
 
     def __enter__(self) -> LLM:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from nanovllm.config import Config
 from nanovllm.engine.intake import ImageNames, build_sequence
+from nanovllm.engine.interrupts import uninterrupted
 from nanovllm.engine.model_runner import StepInFlight
 from nanovllm.engine.planner import Planner
 from nanovllm.engine.ranked_runner import start_runner
@@ -91,12 +92,14 @@ class LLMEngine:
         self.scheduler.check_images(seq)
         return Request(seq, arrival, hash_time)
 
+    @uninterrupted()
     def queue(self, request: Request) -> None:
         self.scheduler.add(request.seq)
         self.requests[request.seq.seq_id] = request
         if stop := request.seq.sampling_params.stop:
             self.watched[request.seq.seq_id] = StopStrings(stop, self._decode)
 
+    @uninterrupted()
     def abort(self, seq_id: int) -> bool:
         """Ends a request; its output, with finish_reason "abort", comes from the next `step`. False if it is not
         there."""
@@ -116,7 +119,8 @@ class LLMEngine:
         """
         self._check_open()
         try:
-            seqs, _ = self.scheduler.schedule()
+            with uninterrupted():
+                seqs, _ = self.scheduler.schedule()
             if seqs:
                 step = self.scheduler.in_flight[-1]
                 self.launched.append((step, self.runner.launch(self.planner.plan(step))))
@@ -128,11 +132,13 @@ class LLMEngine:
         except BaseException:
             self.abandon_steps()
             raise
+        with uninterrupted():
+            self.unclaimed += [self._output(seq) for seq in self.scheduler.take_finished()]
         outputs, self.unclaimed = self.unclaimed, []
-        outputs += [self._output(seq) for seq in self.scheduler.take_finished()]
         assert busy or outputs or self.scheduler.is_finished(), "requests wait, and none can run"
         return outputs
 
+    @uninterrupted()
     def abandon_steps(self) -> None:
         """Drops the steps in flight and what they computed; their sequences stand as before them."""
         self.launched.clear()
@@ -140,7 +146,12 @@ class LLMEngine:
 
     def _take_in(self) -> None:
         step, launched = self.launched.popleft()
-        ids = self._take_result(step, self.runner.collect(launched))
+        result = self.runner.collect(launched)
+        with uninterrupted():
+            self._take_result(step, result)
+
+    def _take_result(self, step: ScheduledStep, result: StepResult) -> None:
+        ids = self._ids_of(step, result)
         if step.is_prefill:
             self.num_prompt_tokens += sum(max(0, min(stop, entry.seq.num_prompt_tokens) - start)
                                           for entry in step.entries for start, stop in entry.spans)
@@ -149,7 +160,7 @@ class LLMEngine:
         if self.watched:
             self._check_stop_strings(step)
 
-    def _take_result(self, step: ScheduledStep, result: StepResult) -> list[int]:
+    def _ids_of(self, step: ScheduledStep, result: StepResult) -> list[int]:
         """One id per sequence of the step, 0 where it sampled none; ends the requests whose logits were not finite."""
         now = perf_counter()
         for seq_id, seconds in result.encode_seconds.items():
@@ -202,6 +213,7 @@ class LLMEngine:
 
     # ------------------------------------------------------------ upkeep
 
+    @uninterrupted()
     def reset_caches(self) -> None:
         """Forgets all cached prefixes, image KV and encoder rows; running requests keep what they hold."""
         self.scheduler.block_manager.reset()
