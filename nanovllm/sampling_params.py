@@ -44,7 +44,7 @@ class SamplingParams:
     seed: random numbers of the request depend on it and the token's index alone; None: the engine's.
     repetition_penalty: above 1e-10, at most 1e10; 1: off. Divides positive logits of tokens seen before
     and multiplies negative ones.
-    min_tokens: no end-of-sequence or stop token id is drawn before so many tokens.
+    min_tokens: no end-of-sequence or stop token id is drawn before so many tokens, and no stop string in them counts.
     stop: a string or several; generation ends where one appears, and `text` ends just before it.
     stop_token_ids: ids that end generation, also with ignore_eos; in `token_ids` but not in `text`.
     logprobs: n: each generated token gets {token id: log-probability} of the n most likely ones and of itself, from

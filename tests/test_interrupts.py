@@ -56,7 +56,7 @@ def test_interrupt_at_any_line(folder, overlap):
         with CtrlC() as counted:
             generate(llm, *PROMPTS, max_tokens=24)
         assert llm.stats()["preemptions"] > 0
-        for _ in range(60):
+        for _ in range(30):
             if rng.random() < 0.3:
                 llm.reset_caches()
             try:

@@ -208,6 +208,8 @@ def test_exit_gives_memory_back_and_may_be_called_again(folder):
     llm.exit()
     llm.exit()
     assert [ref() for ref in watched] == [None, None]
+    with pytest.raises(RuntimeError, match="shutdown"):
+        llm.image_names.threads.submit(int)
     for use in (lambda: llm.add_request(text(5)), lambda: llm.generate([text(5)], use_tqdm=False), llm.step):
         with pytest.raises(RuntimeError, match="exit"):
             use()

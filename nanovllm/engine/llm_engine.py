@@ -97,7 +97,7 @@ class LLMEngine:
         self.scheduler.add(request.seq)
         self.requests[request.seq.seq_id] = request
         if stop := request.seq.sampling_params.stop:
-            self.watched[request.seq.seq_id] = StopStrings(stop, self._decode)
+            self.watched[request.seq.seq_id] = StopStrings(stop, self._decode, request.seq.sampling_params.min_tokens)
 
     @uninterrupted()
     def abort(self, seq_id: int) -> bool:
@@ -186,7 +186,7 @@ class LLMEngine:
             stops = self.watched.get(seq.seq_id)
             if stops is None or not entry.samples or seq.error:
                 continue
-            if seq.num_completion_tokens > seq.sampling_params.min_tokens and stops.found(seq.completion_token_ids):
+            if stops.found(seq.completion_token_ids):
                 if seq.is_finished:
                     seq.finish_reason = "stop"
                 else:
@@ -232,6 +232,7 @@ class LLMEngine:
     def exit(self) -> None:
         """Gives the device memory back; the engine takes no more requests. Calling it again does nothing."""
         self._close()
+        self.image_names.threads.shutdown()
 
     def _check_open(self) -> None:
         if not self._close.alive:

@@ -9,16 +9,25 @@ WINDOW = 64      # characters that are looked at again beside the length of the 
 
 
 class StopStrings:
-    """Looks at the decoded tail only, so that a long text costs no more per token than a short one."""
+    """Looks at the decoded tail only, so that a long text costs no more per token than a short one.
 
-    def __init__(self, stops: Sequence[str], decode: Decode) -> None:
+    A stop string that ends within the first `min_tokens` tokens is text like any other.
+    """
+
+    def __init__(self, stops: Sequence[str], decode: Decode, min_tokens: int = 0) -> None:
         self.stops = stops
         self.decode = decode
+        self.min_tokens = min_tokens
+        self.free_text: int | None = None if min_tokens else 0      # characters of those tokens, once they are there
         self.longest = max(map(len, stops))
         self.start = 0          # tokens before it can no longer be part of a stop string
 
     def found(self, token_ids: Sequence[int]) -> bool:
         """Whether the text of all generated ids holds a stop string, given that one token fewer did not."""
+        if len(token_ids) <= self.min_tokens:
+            return False
+        if self.free_text is None:
+            self.free_text = len(self.decode(token_ids[:self.min_tokens]))
         tail = self.decode(token_ids[self.start:])
         if any(stop in tail for stop in self.stops) and self.cut(self.decode(token_ids)) is not None:
             return True
@@ -28,6 +37,9 @@ class StopStrings:
         return False
 
     def cut(self, text: str) -> str | None:
-        """The text before the first stop string in it; None if there is none."""
-        places = [place for place in map(text.find, self.stops) if place >= 0]
+        """The text before the first stop string in it that counts; None if there is none."""
+        if self.free_text is None:
+            return None
+        firsts = [text.find(stop, max(0, self.free_text - len(stop) + 1)) for stop in self.stops]
+        places = [place for place in firsts if place >= 0]
         return text[:min(places)] if places else None

@@ -78,3 +78,18 @@ def test_a_tail_that_decodes_differently_on_its_own_is_no_stop() -> None:
     search = StopStrings([" END"], lambda ids: "a END" if ids[0] else "a sEND")
     search.start = 1
     assert not search.found([0, 1, 2])
+
+
+def test_stop_strings_within_the_first_tokens_are_text_like_any_other():
+    pieces = ["a", "END", "b", "EN", "D", "c"]
+    ids = list(range(len(pieces)))
+
+    def decode(token_ids):
+        return "".join(pieces[i] for i in token_ids)
+
+    for min_tokens, stops_at, text in ((0, 2, "a"), (1, 2, "a"), (2, 5, "aENDb"), (4, 5, "aENDb"), (5, None, None)):
+        stops = StopStrings(["END"], decode, min_tokens)
+        assert stops.cut(decode(ids[:1])) is None
+        found = [n for n in range(1, len(ids) + 1) if stops.found(ids[:n])]
+        assert found[:1] == ([] if stops_at is None else [stops_at])
+        assert stops.cut(decode(ids[:stops_at])) == text
