@@ -67,15 +67,24 @@ def a(name: str) -> str:
 
 
 def draw_scene(rng: random.Random, max_side: int = 4) -> Scene:
-    """A scene of 2 x 2 to max_side x max_side cells; about one cell in eight is empty."""
+    """A scene of 2 x 2 to max_side x max_side cells; about one cell in eight is empty, never a whole row or column,
+    since nobody could count those."""
     rows, cols = rng.randint(2, max_side), rng.randint(2, max_side)
     height, width = (PIXELS_OF_TOKEN * rng.randint(max(SIDES_IN_TOKENS[0], -(-cells * MIN_CELL // PIXELS_OF_TOKEN)),
                                                    rng.choice((7, 9, SIDES_IN_TOKENS[1])))
                      for cells in (rows, cols))
-    cells = tuple(EMPTY if rng.random() < 0.12 else rng.randrange(len(COLOURS) * len(SHAPES))
-                  for _ in range(rows * cols))
+    cells = _draw_cells(rng, rows, cols)
     jitter = tuple((rng.uniform(-0.15, 0.15), rng.uniform(-0.15, 0.15), rng.uniform(0.6, 0.84)) for _ in cells)
     return Scene(rows, cols, cells, jitter, height, width)
+
+
+def _draw_cells(rng: random.Random, rows: int, cols: int) -> tuple[int, ...]:
+    while True:
+        cells = tuple(EMPTY if rng.random() < 0.12 else rng.randrange(len(COLOURS) * len(SHAPES))
+                      for _ in range(rows * cols))
+        lines = [cells[row * cols:(row + 1) * cols] for row in range(rows)] + [cells[col::cols] for col in range(cols)]
+        if not any(set(line) == {EMPTY} for line in lines):
+            return cells
 
 
 # ---------------------------------------------------------------- questions about one picture
