@@ -133,7 +133,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--total-seconds", type=float, default=900, help="of all legs: the learning rate's course")
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--rows", type=int, default=48, help="rows of 1024 tokens a step")
-    parser.add_argument("--vision-rows", type=int, default=208, help="rows of 576 patches a step")
+    parser.add_argument("--vision-rows", type=int, default=112, help="rows of 576 patches a step")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--exam", type=int, default=200, help="held-out questions of each kind")
     parser.add_argument("--exam-every", type=float, default=120, help="seconds")

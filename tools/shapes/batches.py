@@ -78,23 +78,24 @@ class Encoded:
     starts: list[int]                   # of each picture's placeholders
 
 
-@dataclass(frozen=True)
 class Encoder:
     """Conversations to token ids."""
 
-    tokenizer: PreTrainedTokenizerFast
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self.pad, self.end = tokenizer.convert_tokens_to_ids([IMAGE_PAD, TURN_END])
+        self.opening: list[int] = tokenizer(f"{TURN_START}assistant\n")["input_ids"]       # of an answer
 
     def __call__(self, conversation: Conversation) -> Encoded:
-        pad, end, *opening = self._marks()
         out = Encoded(conversation, [], [], [], [], [])
         scenes, turns = iter(conversation.scenes), iter(conversation.turns)
         position, answering = 0, False
         for token in self.tokenizer(text_of(conversation))["input_ids"]:
-            if answering or out.ids[-len(opening):] == opening:
+            if answering or out.ids[-len(self.opening):] == self.opening:
                 out.targets[-1] = token
                 out.kinds[-1] = IGNORED if answering else KINDS.index(next(turns).kind)
-                answering = token != end
-            if token == pad:
+                answering = token != self.end
+            if token == self.pad:
                 places = offsets(*(side // 2 for side in next(scenes).grid[1:]))
                 out.starts.append(len(out.ids))
                 out.positions += [(position, position + row, position + col) for row, col in places]
@@ -107,12 +108,6 @@ class Encoder:
             out.targets += [IGNORED] * len(places)
             out.kinds += [IGNORED] * len(places)
         return out
-
-    def _marks(self) -> list[int]:
-        """Ids of a placeholder, of a turn's end, and of what opens an answer."""
-        tokenizer = self.tokenizer
-        return [*tokenizer.convert_tokens_to_ids([IMAGE_PAD, TURN_END]),
-                *tokenizer(f"{TURN_START}assistant\n")["input_ids"]]
 
 
 @cache
