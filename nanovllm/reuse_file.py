@@ -17,8 +17,8 @@ def read_ratios(file: str | Path) -> float | tuple[float, ...]:
     """
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ValueError(f"recompute_ratio={str(file)!r}: give a number from 0 to 1, one per decoder layer, or the path "
-                         "of a file that `python -m nanovllm.calibrate` wrote")
+        raise ValueError(f"recompute_ratio={str(file)!r}: give a number from 0 to 1, one per decoder layer, or the "
+                         "path of a file that `python -m nanovllm.calibrate` wrote")
     remedy = "numbers from 0 to 1: write it with `python -m nanovllm.calibrate`"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

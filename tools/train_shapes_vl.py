@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -75,8 +76,8 @@ class Run:
         self.packed = PackedModel(self.model, len(COLOURS) * len(SHAPES) + 1).to(self.device)
         decayed = [weight for weight in self.packed.parameters() if weight.dim() > 1]
         others = [weight for weight in self.packed.parameters() if weight.dim() <= 1]
-        self.optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}],
-                                           betas=(0.9, 0.98), weight_decay=0.05)
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.05)
         self.progress = resume(args.checkpoint, self.packed, self.optimizer)
         self.progress.leg += 1
         self.cell_weight = CELL_WEIGHT if self.progress.leg == 1 else 0.0

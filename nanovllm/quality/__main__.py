@@ -1,7 +1,4 @@
-"""Reports what reuse costs in accuracy and saves in time, for a model and a file of questions.
-
-    python -m nanovllm.quality MODEL (--questions FILE.jsonl | --builtin) [--limit N] [--json] [--plot FILE.png]
-"""
+"""Reports what reuse costs in accuracy and saves in time, for a model and a file of questions."""
 from __future__ import annotations
 
 import argparse
@@ -43,8 +40,7 @@ def choose_questions(file: Path | None, limit: int | None) -> list[Question]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m nanovllm.quality", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m nanovllm.quality", description=__doc__)
     parser.add_argument("model", help="folder or hub id of a vision-language model")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--questions", type=Path, help="JSONL: images, question or messages; before, kind, answer")

@@ -105,5 +105,6 @@ def is_right(text: str, answer: str) -> bool:
 
 def kl_divergence(reference: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     """Sum of p * (log p - log q) over the vocabulary; both [vocab] log-probabilities."""
-    terms = np.exp(reference) * (reference - other)
-    return max(0.0, float(np.nansum(np.where(np.exp(reference) > 0, terms, 0.0))))
+    possible = np.exp(reference) > 0
+    p, q = reference[possible], other[possible]
+    return max(0.0, float((np.exp(p) * (p - q)).sum()))

@@ -83,7 +83,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
-        self.pad, self.end = tokenizer.convert_tokens_to_ids([IMAGE_PAD, TURN_END])
+        self.pad, self.end = (tokenizer.get_vocab()[token] for token in (IMAGE_PAD, TURN_END))
         self.opening: list[int] = tokenizer(f"{TURN_START}assistant\n")["input_ids"]       # of an answer
 
     def __call__(self, conversation: Conversation) -> Encoded:
@@ -139,8 +139,8 @@ class Batch:
     scenes: SceneTables
 
     def to(self, device: torch.device | str) -> Batch:
-        return Batch(**{name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
-                        for name, value in vars(self).items()})
+        tensors = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if name != "scenes"}
+        return Batch(**tensors, scenes=self.scenes.to(device))
 
 
 @dataclass

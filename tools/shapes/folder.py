@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from nanovllm.quality.shapes import KINDS, ask_one, distracting_text
 from tests.checkpoints import (
@@ -40,7 +40,8 @@ SIZES: dict[str, Json] = {
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE in which every word of the questions, answers and distracting texts is one token."""
     rng = random.Random(0)
-    corpus = [f"{asked.question}\n{asked.answer}" for _ in range(300) for asked in (ask_one(rng, kind) for kind in KINDS)]
+    questions = [ask_one(rng, kind) for _ in range(300) for kind in KINDS]
+    corpus = [f"{asked.question}\n{asked.answer}" for asked in questions]
     corpus += [distracting_text(rng, 5) for _ in range(300)] + ["system\nbe helpful user\nassistant\n"] * 100
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,7 +59,7 @@ def write_folder(path: Path, size: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(path)
-    ids = {token: int(tokenizer.convert_tokens_to_ids(token)) for token in SPECIAL}
+    ids = {token: tokenizer.get_vocab()[token] for token in SPECIAL}
     _write(path / "config.json", _config(size, ids, len(tokenizer)))
     _write(path / "generation_config.json", {"eos_token_id": ids[TURN_END], "pad_token_id": ids[END_OF_TEXT]})
     _write(path / "preprocessor_config.json", dict(
@@ -89,7 +90,7 @@ def _config(size: str, ids: dict[str, int], vocab_size: int) -> Json:
 def new_model(folder: Path, seed: int) -> Qwen2_5_VLForConditionalGeneration:
     """The folder's model with random float32 weights that suit its small sizes."""
     torch.manual_seed(seed)
-    config = Qwen2_5_VLForConditionalGeneration.config_class.from_pretrained(folder)
+    config = Qwen2_5_VLConfig.from_pretrained(folder)
     model = Qwen2_5_VLForConditionalGeneration(config).float()
     for name, weight in model.named_parameters():
         if weight.dim() > 1:

@@ -108,7 +108,7 @@ def right_by_kind(logits: Tensor, batch: Batch, num_kinds: int) -> Tensor:
     """int64 [num_kinds, 2]: answers whose first token is right, and all."""
     asked = batch.kinds >= 0
     kinds, right = batch.kinds[asked], logits.argmax(-1)[asked] == batch.targets[asked]
-    return torch.stack((torch.bincount(kinds[right], minlength=num_kinds), torch.bincount(kinds, minlength=num_kinds)), 1)
+    return torch.stack([torch.bincount(each, minlength=num_kinds) for each in (kinds[right], kinds)], dim=1)
 
 
 def learning_rate(elapsed: float, total: float, step: int, peak: float, warm_up: int = 200) -> float:

@@ -23,10 +23,9 @@ class Progress:
 def save(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
     """Weights in float32 and the optimizer's two moments in bfloat16, in several files."""
     tensors = {f"weight.{name}": value for name, value in module.state_dict().items() if "lm_head" not in name}
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    for parameter, state in optimizer.state.items():
-        for moment in ("exp_avg", "exp_avg_sq"):
-            tensors[f"{moment}.{names[parameter]}"] = state[moment].bfloat16()
+    for name, parameter in module.named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq") if parameter in optimizer.state else ():
+            tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment].bfloat16()
     tensors["progress"] = torch.tensor([progress.step, progress.seconds, progress.leg], dtype=torch.float64)
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("state-*.safetensors"):
