@@ -107,7 +107,7 @@ class Run:
 
 
 def train(run: Run, loader: Iterator[Batch], exam: Exam, args: argparse.Namespace) -> None:
-    """One leg; the exam's time is not counted, the compiler's is."""
+    """One leg of `args.seconds`, exams and compiling included."""
     progress: Progress = run.progress
     start, before, pictures, next_exam = perf_counter(), progress.seconds, 0, args.exam_every
     deadline = start + args.seconds

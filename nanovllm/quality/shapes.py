@@ -194,7 +194,8 @@ def distracting_text(rng: random.Random, num_sentences: int) -> str:
         number = rng.randint(2, 9)
         return rng.choice((
             f"yesterday the {thing} was sold for {number} coins.",
-            f"my friend likes the {thing} more than the {other}.", f"{a(thing)} is not in this picture, she said.", f"there were {number} of them on the table.",
+            f"my friend likes the {thing} more than the {other}.",
+            f"{a(thing)} is not in this picture, she said.", f"there were {number} of them on the table.",
             f"the {thing} stood left of the {other} in row {number}.", "please answer in one word.",
             f"it rained for {number} days and nobody came.", f"he painted {a(thing)} above {a(other)}.",
             "look at the picture and be brief.", f"in column {number} of the old book there was {a(other)}."))

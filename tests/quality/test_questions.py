@@ -111,7 +111,7 @@ def test_a_file_of_questions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry, match", [
-    (dict(), "line 1: give either question or messages"), (dict(question="?", images=[]), "images="),
+    ({}, "line 1: give either question or messages"), (dict(question="?", images=[]), "images="),
     (dict(question="?", images=["b.png"]), "b.png is no file"), (dict(question="?", typo=1), "keys among"),
     (dict(messages=[{"role": "user", "content": "hi"}]), "0 parts of type image"),
     (dict(messages=[], before="x"), "before goes with question"),
