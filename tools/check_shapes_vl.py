@@ -48,7 +48,7 @@ def ask_both(peer: Peer, llm: LLM, questions: list[Question]) -> dict[str, list[
         inputs = prompts.asking(question)
         theirs = peer.answer(inputs)
         [output] = llm.generate(inputs["input_ids"].tolist(), params, [inputs], use_tqdm=False)
-        text = llm.tokenizer.decode(theirs, skip_special_tokens=True)
+        text = str(llm.tokenizer.decode(theirs, skip_special_tokens=True))
         marks[question.kind].append((is_right(text, str(question.answer)),
                                      is_right(output["text"], str(question.answer)), theirs == output["token_ids"]))
     return marks

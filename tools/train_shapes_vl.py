@@ -82,8 +82,7 @@ class Run:
         self.progress.leg += 1
         self.cell_weight = CELL_WEIGHT if self.progress.leg == 1 else 0.0
         if args.compile:
-            for name in ("see", "read"):
-                setattr(self.packed, name, torch.compile(getattr(self.packed, name), dynamic=False))
+            self.packed.compile_layers()
 
     def on_device(self, batch: Batch) -> Batch:
         return batch.to(self.device)
@@ -140,7 +139,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--exam-every", type=float, default=120, help="seconds")
     parser.add_argument("--log-every", type=int, default=100, help="steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true", help="compile the model's two halves")
+    parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 

@@ -26,9 +26,9 @@ def paint_patches(scenes: SceneTables, scene: Tensor, place: Tensor) -> Tensor:
     return twice.reshape(*scene.shape, -1)
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns the pairs (i, i + dim / 2) of x [rows, tokens, heads, dim] by angles [rows, tokens, dim / 2]."""
-    cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]
+def rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns the pairs (i, i + dim / 2) of x [rows, tokens, heads, dim]; cos and sin are [rows, tokens, 1, dim / 2]."""
+    cos, sin = turns
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -44,6 +44,27 @@ def inverse_frequencies(theta: float, dim: int, device: torch.device) -> Tensor:
     return theta ** -(torch.arange(0, dim, 2, device=device) / dim)
 
 
+def turns_of(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [rows, tokens, 1, dim / 2] of angles [rows, tokens, dim / 2]."""
+    return angles.cos()[:, :, None], angles.sin()[:, :, None]
+
+
+def vision_block(block: Any, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, heads: int) -> Tensor:
+    """One block of the tower over x [rows, patches, hidden]."""
+    q, k, v = block.attn.qkv(block.norm1(x)).unflatten(-1, (3, heads, -1)).unbind(2)
+    x = x + block.attn.proj(attend(rotate(q, turns), rotate(k, turns), v, mask))
+    return x + block.mlp(block.norm2(x))
+
+
+def text_layer(layer: Any, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, head_dim: int) -> Tensor:
+    """One decoder layer over x [rows, tokens, hidden]."""
+    normed, part = layer.input_layernorm(x), layer.self_attn
+    q, k, v = (projection(normed).unflatten(-1, (-1, head_dim))
+               for projection in (part.q_proj, part.k_proj, part.v_proj))
+    x = x + part.o_proj(attend(rotate(q, turns), rotate(k, turns), v, mask))
+    return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
 class PackedModel(nn.Module):
     """The model's own modules, called on packed rows, with a read-out of cells from what the vision tower gives."""
 
@@ -56,6 +77,12 @@ class PackedModel(nn.Module):
         rope = text.rope_parameters
         self.theta = float(rope["rope_theta"])
         self.axis_of_pair = [axis for axis, size in enumerate(rope["mrope_section"]) for _ in range(size)]
+        self.vision_block, self.text_layer = vision_block, text_layer
+
+    def compile_layers(self) -> None:
+        """Compiles one layer of each half, which serves for all: seconds, where the whole model takes minutes."""
+        self.vision_block = torch.compile(vision_block, dynamic=False)
+        self.text_layer = torch.compile(text_layer, dynamic=False)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [rows, TEXT_ROW, vocab] and cell logits [vision rows, VISION_ROW // 4, cells]."""
@@ -70,14 +97,11 @@ class PackedModel(nn.Module):
         x = F.linear(patches, visual.patch_embed.proj.weight.flatten(1))
         heads = self.model.config.vision_config.num_heads
         dim = x.shape[-1] // heads
-        angles = (batch.place[..., None] * inverse_frequencies(10000.0, dim // 2, x.device)).flatten(2)
+        turns = turns_of((batch.place[..., None] * inverse_frequencies(10000.0, dim // 2, x.device)).flatten(2))
         same_picture, same_window = (number[:, :, None] == number[:, None, :] for number in (batch.scene, batch.window))
         full = self.model.config.vision_config.fullatt_block_indexes
         for index, block in enumerate(visual.blocks):
-            q, k, v = block.attn.qkv(block.norm1(x)).unflatten(-1, (3, heads, dim)).unbind(2)
-            mask = same_picture if index in full else same_window
-            x = x + block.attn.proj(attend(rotate(q, angles), rotate(k, angles), v, mask))
-            x = x + block.mlp(block.norm2(x))
+            x = self.vision_block(block, x, turns, same_picture if index in full else same_window, heads)
         x = visual.merger.ln_q(x)
         return visual.merger.mlp(x.reshape(len(x), x.shape[1] // 4, -1))
 
@@ -86,14 +110,11 @@ class PackedModel(nn.Module):
         text = self.model.model.language_model
         x = text.embed_tokens(batch.ids)
         x = torch.where((batch.source >= 0)[..., None], merged[batch.source.clamp(min=0)].to(x.dtype), x)
-        angles = batch.positions[..., self.axis_of_pair] * inverse_frequencies(self.theta, self.head_dim, x.device)
+        turns = turns_of(batch.positions[..., self.axis_of_pair] * inverse_frequencies(
+            self.theta, self.head_dim, x.device))
         mask = (batch.sequence[:, :, None] == batch.sequence[:, None, :]).tril()
         for layer in text.layers:
-            normed, part = layer.input_layernorm(x), layer.self_attn
-            q, k, v = (projection(normed).unflatten(-1, (-1, self.head_dim))
-                       for projection in (part.q_proj, part.k_proj, part.v_proj))
-            x = x + part.o_proj(attend(rotate(q, angles), rotate(k, angles), v, mask))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = self.text_layer(layer, x, turns, mask, self.head_dim)
         return self.model.lm_head(text.norm(x))
 
 
