@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,17 +30,18 @@ from tools.shapes.progress import Progress, resume, save
 CELL_WEIGHT = 0.5           # of the read-out's loss, in the first leg only
 
 
-class Batches(IterableDataset[Batch]):
-    """Training batches; every worker of every leg draws others."""
+class Batches(IterableDataset[bytes]):
+    """Pickled training batches; every worker of every leg draws others. As bytes they come through a pipe, where
+    tensors would need more shared memory than some machines have."""
 
     def __init__(self, num_rows: int, num_vision_rows: int, seed: str) -> None:
         self.num_rows, self.num_vision_rows, self.seed = num_rows, num_vision_rows, seed
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[bytes]:
         worker = get_worker_info()
         torch.set_num_threads(1)
-        return batches(Encoder(make_tokenizer()), self.num_rows, self.num_vision_rows,
-                       f"{self.seed} {worker.id if worker else 0}")
+        return map(pickle.dumps, batches(Encoder(make_tokenizer()), self.num_rows, self.num_vision_rows,
+                                         f"{self.seed} {worker.id if worker else 0}"))
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--rows", type=int, default=48, help="rows of 1024 tokens a step")
     parser.add_argument("--vision-rows", type=int, default=112, help="rows of 576 patches a step")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--exam", type=int, default=200, help="held-out questions of each kind")
     parser.add_argument("--exam-every", type=float, default=120, help="seconds")
     parser.add_argument("--log-every", type=int, default=100, help="steps")
@@ -151,13 +152,13 @@ def main(argv: list[str] | None = None) -> None:
     write_folder(args.out, args.size)
     run = Run(args)
     data = Batches(args.rows, args.vision_rows, f"{args.seed} {run.progress.leg}")
-    make = partial(DataLoader, data, batch_size=None, num_workers=args.workers, pin_memory=run.device.type == "cuda")
-    loader = make(prefetch_factor=4, multiprocessing_context="spawn") if args.workers else make()
+    options = dict(num_workers=args.workers, multiprocessing_context="spawn") if args.workers else {}
+    loader = map(pickle.loads, DataLoader(data, batch_size=None, **options))
     exam = Exam.of(args.exam, args.rows, args.vision_rows)
     print(f"{sum(weight.numel() for weight in run.model.parameters()) / 1e6:.2f} M parameters, leg "
           f"{run.progress.leg}", flush=True)
     try:
-        train(run, iter(loader), exam, args)
+        train(run, loader, exam, args)
     finally:
         save(args.checkpoint, run.packed, run.optimizer, run.progress)
         save_weights(run.model, args.out)
