@@ -3,16 +3,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-gpu check
+.PHONY: demo test test-gpu test-multi-gpu check
 
 demo: $(INSTALLED)
 	$(BIN)/python example.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(BIN)/python -m pytest -q -m "not gpu and not multi_gpu"
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m gpu
+
+test-multi-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m multi_gpu
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ The model is --model, or --size (a published size with random weights), or the o
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--dtype", default="auto", help="of weights and KV; auto: as the checkpoint says")
     parser.add_argument("--backend", default="auto", help="attention backend")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share the model (tensor_parallel_size)")
     parser.add_argument("--compare", choices=("transformers",), help="run the same work through a peer, too")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="text: one run each")
     parser.add_argument("--num-seqs", type=int, help="requests; default: text 256, latency 1, 8 and 32")
@@ -92,15 +94,21 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     published = VISION_MODEL if args.mode == "image" else TEXT_MODEL
     with open_model(args.model, args.size, published) as folder:
-        options = dict(device=args.device, dtype=args.dtype, attention_backend=args.backend, **folder.options)
+        options = dict(device=args.device, dtype=args.dtype, attention_backend=args.backend,
+                       tensor_parallel_size=args.tp, **folder.options)
         dtype, device = getattr(torch, Config(folder.path, **options).dtype), pick_device(args.device)
         ceilings = measure_ceilings(device, dtype)
         print(f"{report.device_name(device)}: copies {ceilings.bytes_per_second / 1e9:,.0f} GB/s, "
               f"multiplies {ceilings.flops_per_second / 1e12:,.2f} TFLOP/s in {dtype}")
+        if device.type == "cuda":       # ranks on the CPU share its cores
+            ceilings = replace(ceilings, bytes_per_second=ceilings.bytes_per_second * args.tp,
+                               flops_per_second=ceilings.flops_per_second * args.tp)
         llm = LLM(folder.path, **options)
         results = (run_image if args.mode == "image" else run_generation)(args, folder, llm, ceilings)
         backend = type(select_backend(args.backend, device, dtype)).__name__.removesuffix("Backend").lower()
         setting = report.setting_of(folder.name, folder.weights, device, backend, args.commit)
+        if args.tp > 1:
+            setting = replace(setting, device=f"{args.tp} ranks on {setting.device}")
     report.print_report(setting, results)
     if args.plot:
         report.plot(setting, results, args.plot)

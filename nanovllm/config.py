@@ -31,7 +31,8 @@ class Config:
     # than the model's max_position_embeddings.
     max_model_len: int = None  # type: ignore[assignment]    # resolved to an int
     gpu_memory_utilization: float = 0.9     # share of the device's memory this engine may fill
-    tensor_parallel_size: int = 1           # GPUs
+    tensor_parallel_size: int = 1           # ranks that share the model: GPUs, or processes on the CPU
+    vision_parallel: str = "split"          # among ranks: each matrix of the vision tower, or "data": whole images
     enforce_eager: bool = False             # True: no CUDA graphs
     kvcache_block_size: int = 256           # tokens of a KV block
     num_kvcache_blocks: int = -1            # -1: as many as the memory holds
@@ -74,6 +75,7 @@ class Config:
         check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("load_format", self.load_format, ("auto", "dummy"))
         check_choice("attention_backend", self.attention_backend, ("auto", "flash", "triton", "torch"))
+        check_choice("vision_parallel", self.vision_parallel, ("split", "data"))
         if self.overlap is not None:
             check_bool("overlap", self.overlap)
         if self.device is not None:
@@ -95,6 +97,7 @@ class Config:
 
     def _resolved(self, model_config: ModelConfig) -> dict[str, Any]:
         """The options that depend on the model."""
+        check_ranks(self.tensor_parallel_size, self.vision_parallel, model_config)
         limit = model_config.text.max_position_embeddings
         default = 32768 if model_config.vision is not None else 4096
         ratio = read_model_ratios(model_config.path) if self._asks_the_folder else self.recompute_ratio
@@ -103,6 +106,30 @@ class Config:
             recompute_ratio=parse_recompute_ratio(ratio, model_config.text.num_layers),
             max_model_len=min(default if self.max_model_len is None else self.max_model_len, limit),
             dtype=model_config.dtype if self.dtype == "auto" else self.dtype)
+
+
+def check_ranks(size: int, vision_parallel: str, model_config: ModelConfig) -> None:
+    """Raises ValueError with the numbers if heads cannot be shared out evenly over `size` ranks.
+
+    Query and vision heads are split; KV heads are split, or copied where there are fewer than ranks. Vocabulary and
+    feed-forward sizes are padded, so any will do.
+    """
+    text, vision = model_config.text, model_config.vision
+
+    def problem(ranks: int) -> str | None:
+        if text.num_heads % ranks:
+            return f"{text.num_heads} attention heads"
+        if max(ranks, text.num_kv_heads) % min(ranks, text.num_kv_heads):
+            return f"{text.num_kv_heads} key-value heads"
+        if vision is not None and vision_parallel == "split" and vision.num_heads % ranks:
+            return f"{vision.num_heads} vision heads"
+        return None
+
+    if (found := problem(size)) is not None:
+        fitting = [ranks for ranks in range(1, text.num_heads + 1) if problem(ranks) is None]
+        hint = ", or vision_parallel=\"data\"" if "vision" in found else ""
+        raise ValueError(f"tensor_parallel_size={size}: {found} cannot be shared out evenly over {size} ranks; give "
+                         f"one of {fitting}{hint}")
 
 
 def resolve_model_path(model: str, with_weights: bool = True) -> str:

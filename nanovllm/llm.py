@@ -8,6 +8,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nanovllm.engine.intake import split_prompts
+from nanovllm.engine.interrupts import uninterrupted
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import RequestOutput
 
@@ -30,8 +31,14 @@ class LLM(LLMEngine):
         image_grid_thw [images, 3], and for video pixel_values_videos, video_grid_thw, second_per_grid_ts.
 
         Raises ValueError for the first bad request before any is run. After any other exception, KeyboardInterrupt
-        included, the call's requests are gone, their blocks are free, and the engine can be used on.
+        included, the call's requests are gone, their blocks are free, and the engine can be used on; after RankError
+        (with tensor_parallel_size above 1) it cannot. Of ranks that torchrun started, each makes the call, and all but
+        rank 0 return no outputs.
         """
+        with self.runner.call() as has_requests:
+            return self._generate(prompts, sampling_params, mm_inputs, use_tqdm) if has_requests else []
+
+    def _generate(self, prompts: Any, sampling_params: Any, mm_inputs: Any, use_tqdm: bool) -> list[RequestOutput]:
         arrival = perf_counter()
         requests = [self.build_request(*request, arrival)
                     for request in split_prompts(prompts, sampling_params, mm_inputs)]
@@ -51,8 +58,9 @@ class LLM(LLMEngine):
                             others.append(output)
                     progress.update(len(outputs))
         except BaseException:
-            self.abandon_steps()
-            self._drop(mine)
+            with uninterrupted():
+                self.abandon_steps()
+                self._drop(mine)
             raise
         finally:
             self.unclaimed += others
@@ -63,6 +71,7 @@ class LLM(LLMEngine):
             self.abort(seq_id)
             self.requests.pop(seq_id, None)
             self.watched.pop(seq_id, None)
+        self.unclaimed = [output for output in self.unclaimed if output["seq_id"] not in seq_ids]
         self.scheduler.finished = [seq for seq in self.scheduler.finished if seq.seq_id not in seq_ids]
 
     def __enter__(self) -> LLM:

@@ -12,7 +12,7 @@ class Usage:
     reused: int            # image rows taken from the image-KV table
     recomputed: int        # leading rows of those images that were computed again
     images_reused: int
-    images_missed: int     # images with rows to compute that were not in the table
+    images_missed: int     # images that would have been reused but were not in the table
 
 
 @dataclass(slots=True)
@@ -20,6 +20,7 @@ class EngineStats:
     """Totals since the engine was made."""
 
     requests: int = 0
+    prefix_hits: int = 0           # requests that took tokens from the prefix cache
     cached_tokens: int = 0
     reused_tokens: int = 0
     computed_tokens: int = 0
@@ -29,6 +30,7 @@ class EngineStats:
 
     def count_admission(self, usage: Usage) -> None:
         self.requests += 1
+        self.prefix_hits += usage.cached > 0
         self.cached_tokens += usage.cached
         self.reused_tokens += usage.reused
         self.image_kv_hits += usage.images_reused

@@ -25,7 +25,7 @@ def parse_recompute_ratio(value: Any, num_layers: int | None = None) -> float | 
                          "a number, one per decoder layer, or a path")
     if isinstance(value, (str, Path)):
         value = read_ratios(value)
-    if isinstance(value, bytes) or not isinstance(value, Iterable):
+    if isinstance(value, bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         return check_number("recompute_ratio", value, lambda x: 0 <= x <= 1,
                             "a number from 0 (off) to 1, or one such number per decoder layer")
     ratios = tuple(check_number("recompute_ratio", x, lambda x: 0 <= x <= 1, "numbers from 0 to 1") for x in value)
@@ -43,13 +43,14 @@ def parse_recompute_ratio(value: Any, num_layers: int | None = None) -> float | 
 class SamplingParams:
     """How the tokens of one request are drawn, when they end, and how far its images may be reused; immutable.
 
-    temperature: above 1e-10; divides the logits. Greedy decoding is `top_k=1`, whatever the temperature.
+    temperature: above 1e-10, at most 1e10; divides the logits. Greedy decoding is `top_k=1`, whatever the temperature.
     max_tokens: tokens to generate at most; None: to the end of the room that `max_model_len` leaves.
     ignore_eos: True goes on past every end-of-sequence id of the tokenizer, config and generation_config.
     top_k: draw from the k most likely tokens; 0 and -1: off. top_p: from the smallest set of that much probability;
     1: off. min_p: from those at least min_p times as likely as the most likely one; 0: off.
     seed: random numbers of the request depend on it and the token's index alone; None: the engine's.
-    repetition_penalty: above 0; 1: off. Divides positive logits of tokens seen before and multiplies negative ones.
+    repetition_penalty: above 1e-10, at most 1e10; 1: off. Divides positive logits of tokens seen before
+    and multiplies negative ones.
     min_tokens: no end-of-sequence or stop token id is drawn before so many tokens.
     stop: a string or several; generation ends where one appears, and `text` ends just before it.
     stop_token_ids: ids that end generation, also with ignore_eos; in `token_ids` but not in `text`.
@@ -89,8 +90,8 @@ class SamplingParams:
         cache_salt: str | None = None,
     ) -> None:
         values = dict(
-            temperature=check_number("temperature", temperature, lambda x: x > 1e-10,
-                                     "a number above 1e-10; top_k=1 is greedy decoding"),
+            temperature=check_number("temperature", temperature, lambda x: 1e-10 < x <= 1e10,
+                                     "a number above 1e-10 and at most 1e10; top_k=1 is greedy decoding"),
             max_tokens=None if max_tokens is None else check_int(
                 "max_tokens", max_tokens, 1, "a whole number of at least 1, or None for all the room there is"),
             ignore_eos=check_bool("ignore_eos", ignore_eos),
@@ -98,8 +99,8 @@ class SamplingParams:
             top_p=check_number("top_p", top_p, lambda x: 0 < x <= 1, "a number above 0 and at most 1 (off)"),
             min_p=check_number("min_p", min_p, lambda x: 0 <= x <= 1, "a number from 0 (off) to 1"),
             seed=check_seed(seed),
-            repetition_penalty=check_number("repetition_penalty", repetition_penalty, lambda x: x > 0,
-                                            "a number above 0; 1 is off"),
+            repetition_penalty=check_number("repetition_penalty", repetition_penalty, lambda x: 1e-10 < x <= 1e10,
+                                            "a number above 1e-10 and at most 1e10; 1 is off"),
             min_tokens=check_int("min_tokens", min_tokens, 0, "a whole number of at least 0"),
             stop=_parse_stop(stop),
             stop_token_ids=_parse_stop_token_ids(stop_token_ids),

@@ -69,7 +69,7 @@ def random_steps(lengths: Sequence[int], rng: random.Random, count: int = 5) -> 
 
 def new_cache(model: CausalLM, pages: Pages) -> Tensor:
     attention = model.model.layers[0].self_attn
-    kv_heads = attention.qkv_proj.parts["k_proj"] // attention.head_dim
+    kv_heads = attention.qkv_proj.parts["k_proj"].size // attention.head_dim
     weight = model.model.norm.weight
     return pages.cache(len(model.model.layers), 2, kv_heads, attention.head_dim, dtype=weight.dtype,
                        device=weight.device)

@@ -20,7 +20,7 @@ EVERYTHING = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT /
 
 WORDS = {"checks", "config", "metrics", "model_config", "outputs", "plan", "reuse_file", "sampling_params"}
 # Modules of engine/ that are rooms of their own; the rest of engine/ is policy.
-ENGINE_ROOMS = {"encoder_cache_manager", "llm_engine", "model_runner"}
+ENGINE_ROOMS = {"encoder_cache_manager", "llm_engine", "model_runner", "ranked_runner"}
 ARROWS = {
     "words": set(),
     "kernels": set(),
@@ -35,7 +35,8 @@ ARROWS = {
     "encoder_cache_manager": {"image", "policy", "runner"},
     "model_runner": {"attention", "contract", "encoder_cache_manager", "layers", "models", "parallel", "policy",
                      "runner"},
-    "llm_engine": {"image", "model_runner", "policy"},
+    "ranked_runner": {"model_runner", "parallel", "runner"},
+    "llm_engine": {"image", "model_runner", "policy", "ranked_runner"},
     "llm": {"llm_engine", "policy"},
     "package": {"llm"},
     "quality": {"package"},                     # like a user of the library

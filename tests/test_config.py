@@ -29,7 +29,7 @@ def test_defaults(model: str) -> None:
         tensor_parallel_size=1, enforce_eager=False, kvcache_block_size=256, num_kvcache_blocks=-1,
         kvcache_memory_gb=1.0, encoder_cache_ratio=0.2, recompute_ratio=0.0, reuse_any_ordinal=False,
         image_kv_variants=4, enable_prefix_caching=True, dtype="bfloat16", device=None, load_format="auto",
-        attention_backend="auto", overlap=None, seed=None)
+        attention_backend="auto", overlap=None, seed=None, vision_parallel="split")
 
 
 def test_length_follows_the_model(model: str, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from nanovllm.engine.block_manager import BlockManager
-from tests.checkpoints import make_qwen2_5_vl
 from tests.engines import (
     assert_idle,
     assert_right,
@@ -19,34 +18,9 @@ from tests.engines import (
     make_llm,
     run,
 )
-from tests.oracle import Oracle
 from tests.prompts import IMAGE, TOKENIZER, Picture, picture, prompt, text
 
 ASKED = greedy(6, logprobs=-1)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_qwen2_5_vl(tmp_path_factory.mktemp("vl"), max_position_embeddings=8192)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder):
-    return Oracle(folder)
-
-
-@pytest.fixture(scope="module")
-def shared(folder):
-    with make_llm(folder, block_size=16) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared):
-    """An engine with small blocks and empty caches."""
-    shared.reset_caches()
-    yield shared
-    assert_idle(shared)
 
 
 def colour(value, height=224, width=224):
@@ -73,7 +47,7 @@ def test_images_under_one_text_are_told_apart(llm, oracle):
 @pytest.mark.parametrize("bits", [16, 32, 63, 127])
 def test_digests_that_share_their_low_bits_are_told_apart(llm, oracle, monkeypatch, bits):
     digests = iter([5, 5 + (1 << bits)])
-    monkeypatch.setattr("nanovllm.image.inputs.content_hash", lambda pixels, grid: next(digests))
+    monkeypatch.setattr("nanovllm.image.inputs.content_hash", lambda pixels, grid, threads: next(digests))
     for seed in (0, 1):
         check_all(llm, oracle, prompt(text(20), picture(112, 112, seed), text(5)))
 

@@ -5,9 +5,7 @@ from itertools import permutations
 
 import pytest
 
-from tests.checkpoints import make_qwen2_5_vl
 from tests.engines import (
-    assert_idle,
     check_all,
     encoded_grids,
     encoder_ratio,
@@ -15,34 +13,9 @@ from tests.engines import (
     greedy,
     make_llm,
 )
-from tests.oracle import Oracle
 from tests.prompts import END, IMAGE, START, Picture, picture, prompt, text, video
 
 ASKED = greedy(6, logprobs=-1)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_qwen2_5_vl(tmp_path_factory.mktemp("vl"), max_position_embeddings=8192)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder):
-    return Oracle(folder)
-
-
-@pytest.fixture(scope="module")
-def shared(folder):
-    with make_llm(folder, block_size=16) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared):
-    """An engine with small blocks and empty caches."""
-    shared.reset_caches()
-    yield shared
-    assert_idle(shared)
 
 
 # ---------------------------------------------------------------- chunks, positions, merging of embeddings

@@ -34,13 +34,6 @@ def shared(folder, request):
         yield llm
 
 
-@pytest.fixture
-def llm(shared):
-    shared.reset_caches()
-    yield shared
-    assert_idle(shared)
-
-
 def force(llm, monkeypatch, ids, at=None):
     """The i-th step of a lone request draws ids[i]; `at`: only that step is changed, by a bias that wins."""
     compute_logits, steps = llm.runner.model.compute_logits, count()

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.llm import _Progress
 from tests.checkpoints import make_qwen2_5_vl
 from tests.engines import assert_idle, assert_right, check, generate, greedy, make_llm, run
@@ -49,11 +49,20 @@ def test_bad_request_is_refused_before_any_is_added(llm):
             llm.generate([good, good], params, use_tqdm=False)
     with pytest.raises(ValueError, match="mm_inputs"):
         llm.generate([good, good], greedy(2), mm_inputs=[None], use_tqdm=False)
-    with pytest.raises(TypeError, match="SamplingParams"):
-        llm.generate([good], {"max_tokens": 2}, use_tqdm=False)
+    for params in ({"max_tokens": 2}, [None], [2], SamplingParams, "greedy"):
+        with pytest.raises(TypeError, match="SamplingParams"):
+            llm.generate([good], params, use_tqdm=False)
+        with pytest.raises(TypeError, match="SamplingParams"):
+            llm.add_request(good, params)
     with pytest.raises(ValueError, match="stop_token_ids"):
         generate(llm, good, stop_token_ids=[VOCAB])
     assert llm.is_finished() and llm.stats()["computed_tokens"] == before
+
+
+def test_numbers_beyond_every_machine_word_are_as_good_as_large_ones(llm):
+    [large], [larger] = (llm.generate(text(4090), SamplingParams(
+        max_tokens=None, seed=1, top_k=number, min_tokens=number), use_tqdm=False) for number in (10**6, 2**80))
+    assert large["token_ids"] == larger["token_ids"] and len(larger["token_ids"]) == 6
 
 
 @pytest.mark.parametrize("where", ["launch", "collect", "progress"])

@@ -23,16 +23,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_qwen2_5_vl(tmp_path_factory.mktemp("vl"), max_position_embeddings=8192)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder):
-    return Oracle(folder)
-
-
 def shape(name: str, seed: int = 0) -> Prompt:
     """A prompt of a shape, behind some text of its own; `last` and `touching` have no marks."""
     return prompt(text(seed % 5, seed), *SHAPES[name], marks=name not in ("last", "touching"))

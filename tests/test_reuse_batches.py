@@ -115,7 +115,7 @@ def _check_exact(oracle, running, output):
 
 
 def test_one_forged_digest_of_two_sizes_never_mixes(folder, oracle, monkeypatch):
-    monkeypatch.setattr("nanovllm.image.inputs.content_hash", lambda pixels, grid: 5)
+    monkeypatch.setattr("nanovllm.image.inputs.content_hash", lambda pixels, grid, threads: 5)
     tall = Picture((1, 16, 4), A.pixels)            # as many tokens as A
     assert tall.num_tokens == A.num_tokens
     for caching in (False, True):

@@ -45,19 +45,19 @@ def test_params_are_shared_safely() -> None:
 
 
 @pytest.mark.parametrize("name, values", [
-    ("temperature", [0, 0.0, 1e-10, -1.0, NAN, INF, "1", None, True]),
+    ("temperature", [0, 0.0, 1e-10, -1.0, 1e11, NAN, INF, "1", None, True]),
     ("max_tokens", [0, -3, 1.5, "5", True, NAN]),
     ("ignore_eos", [0, 1, "no", None]),
     ("top_k", [-2, -7, 1.0, "1", True, None]),
     ("top_p", [0.0, 1.5, -0.1, NAN, "1", True, None]),
     ("min_p", [-0.1, 1.1, NAN, False, None]),
     ("seed", [-1, 2**63, 0.5, "0", True]),
-    ("repetition_penalty", [0.0, -1.0, NAN, INF, True]),
+    ("repetition_penalty", [0.0, -1.0, 1e-300, 1e300, NAN, INF, True]),
     ("min_tokens", [-1, 65, 1.0, True, None]),
     ("stop", [[""], "", [1], 5, b"x"]),
     ("stop_token_ids", [5, "5", [-1], [1.0], [True], ["5"]]),
     ("logprobs", [-2, 1.0, True, "5"]),
-    ("recompute_ratio", [-0.1, 1.1, NAN, True, "0.1", [], [0.1, 0.2], [0.5, 1.5], [0.5, True], ["0.5"]]),
+    ("recompute_ratio", [-0.1, 1.1, NAN, True, "0.1", [], [0.1, 0.2], [0.5, 1.5], [0.5, True], ["0.5"], np.array(0.5)]),
     ("reuse_any_ordinal", [0, 1, "no"]),
     ("cache_salt", [5, b"x", ["x"]]),
 ])

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,40 +16,43 @@ class FlashBackend(AttentionBackend):
     """What both versions share; they compute in float16 and bfloat16 only."""
 
     fused = TritonOps()
+    table_argument: str             # what the version calls a block table
+    varlen: Callable[..., Tensor]
+    with_kvcache: Callable[..., Tensor]
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.store_kv`."""
         store_kv(k, v, k_cache, v_cache, slot_mapping)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spans: SpanBatch, scale: float) -> Tensor:
-        """See `AttentionBackend.attend`."""
-        attend = self.attend_one_query_each if spans.max_seqlen_q == 1 else self.attend_spans
-        return attend(q, k_cache, v_cache, spans, scale)
-
-    @abstractmethod
-    def attend_one_query_each(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spans: SpanBatch, scale: float) -> Tensor:
-        """`attend` for a decode batch."""
+        """See `AttentionBackend.attend`; a decode batch is regular, which spares a look at `cu_seqlens_q`."""
+        if spans.max_seqlen_q > 1:
+            return self.attend_spans(q, k_cache, v_cache, spans, scale)
+        table = {self.table_argument: spans.block_tables}
+        return self.with_kvcache(q.unsqueeze(1), k_cache, v_cache, cache_seqlens=spans.seqlens_k, softmax_scale=scale,
+                                 causal=True, **table).squeeze(1)
 
     @abstractmethod
     def attend_spans(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spans: SpanBatch, scale: float) -> Tensor:
         """`attend` for spans of any length."""
 
+    def encode(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seqlens: tuple[int, ...], scale: float
+    ) -> Tensor:
+        """See `AttentionBackend.encode`."""
+        longest = max(seqlens, default=0)
+        return self.varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale)
+
 
 class FlashAttention3(FlashBackend):
     """The module `flash_attn_interface`; any block size. Raises ImportError where it is not installed."""
+
+    table_argument = "page_table"
 
     def __init__(self) -> None:
         from flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
 
         self.varlen, self.with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
-
-    def attend_one_query_each(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spans: SpanBatch, scale: float) -> Tensor:
-        """See `FlashBackend`; the batch is regular, which spares the kernel a look at `cu_seqlens_q`."""
-        out = self.with_kvcache(q.unsqueeze(1), k_cache, v_cache, cache_seqlens=spans.seqlens_k,
-                                page_table=spans.block_tables, softmax_scale=scale, causal=True)
-        return out.squeeze(1)
 
     def attend_spans(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spans: SpanBatch, scale: float) -> Tensor:
         """See `FlashBackend`."""
@@ -56,28 +60,16 @@ class FlashAttention3(FlashBackend):
                                  cu_seqlens_q=spans.cu_seqlens_q, max_seqlen_q=spans.max_seqlen_q,
                                  softmax_scale=scale, causal=True)
 
-    def encode(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seqlens: tuple[int, ...], scale: float
-    ) -> Tensor:
-        """See `AttentionBackend.encode`."""
-        longest = max(seqlens, default=0)
-        return self.varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale)
-
 
 class FlashAttention2(FlashBackend):
     """The package `flash_attn`; blocks of a multiple of 256. Raises ImportError where it is not installed."""
+
+    table_argument = "block_table"
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
         self.varlen, self.with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
-
-    def attend_one_query_each(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spans: SpanBatch, scale: float) -> Tensor:
-        """See `FlashBackend`."""
-        out = self.with_kvcache(q.unsqueeze(1), k_cache, v_cache, cache_seqlens=spans.seqlens_k,
-                                block_table=spans.block_tables, softmax_scale=scale, causal=True)
-        return out.squeeze(1)
 
     def attend_spans(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spans: SpanBatch, scale: float) -> Tensor:
         """See `FlashBackend`; this version wants the lengths of the KV ranges as a running sum."""
@@ -85,13 +77,6 @@ class FlashAttention2(FlashBackend):
         torch.cumsum(spans.seqlens_k, 0, dtype=torch.int32, out=cu_seqlens_k[1:])
         return self.varlen(q, k_cache, v_cache, spans.cu_seqlens_q, cu_seqlens_k, spans.max_seqlen_q,
                            spans.max_seqlen_k, softmax_scale=scale, causal=True, block_table=spans.block_tables)
-
-    def encode(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seqlens: tuple[int, ...], scale: float
-    ) -> Tensor:
-        """See `AttentionBackend.encode`."""
-        longest = max(seqlens, default=0)
-        return self.varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale)
 
 
 def flash_backend(device: torch.device) -> FlashBackend | None:

@@ -11,7 +11,7 @@ from nanovllm.plan import IntArray
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
 
-SEED_LIMIT = 2**63
+INT64_LIMIT = 2**63
 
 
 class BatchRows:
@@ -37,7 +37,7 @@ class BatchRows:
 
     def draw_seed(self) -> int:
         """A seed for a request that names none."""
-        return int(self.random.integers(SEED_LIMIT))
+        return int(self.random.integers(INT64_LIMIT))
 
     def take(self, seq: Sequence) -> None:
         row = seq.row = self.free.pop()
@@ -46,12 +46,12 @@ class BatchRows:
         self.num_blocks[row] = 0
         self.block_tables[row] = 0
         self.temperature[row] = params.temperature
-        self.top_k[row] = max(params.top_k, 0)
+        self.top_k[row] = min(params.top_k, INT64_LIMIT - 1)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = seq.seed
         self.repetition_penalty[row] = params.repetition_penalty
-        self.min_tokens[row] = params.min_tokens
+        self.min_tokens[row] = min(params.min_tokens, INT64_LIMIT - 1)
         self.wants_logprobs[row] = params.logprobs is not None
         self.position_delta[row] = seq.position_delta
         self.sync_blocks(seq)

@@ -256,7 +256,8 @@ class BlockManager:
     def usage_of(self, seq: Sequence) -> Usage:
         """Where an allocated sequence's KV comes from."""
         reused = seq.reuse.images if seq.reuse else {}
-        missed = [i for i, image in enumerate(seq.images) if image.stop > seq.num_cached_tokens and i not in reused]
+        sought = range(len(seq.images)) if self.ratios_of(seq) is not None else ()
+        missed = [i for i in sought if seq.images[i].stop > seq.num_cached_tokens and i not in reused]
         return Usage(seq.num_cached_tokens, seq.num_reused_tokens, seq.num_recompute_tokens, len(reused), len(missed))
 
     # ------------------------------------------------------------ invariants

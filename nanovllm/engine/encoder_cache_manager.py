@@ -36,9 +36,13 @@ class EncoderCacheManager(EncoderCacheTable):
 
     def write(self, block_ids: Sequence[int], rows: Tensor) -> None:
         """Puts all rows [rows, hidden_size] of an image into the blocks allocated for it, which makes it a hit."""
+        self.store(block_ids, rows)
+        self.mark_written(self.owners[block_ids[0]])
+
+    def store(self, block_ids: Sequence[int], rows: Tensor) -> None:
+        """Puts rows into blocks, whatever the table says: for ranks that leave the table to another one."""
         slots = block_slots(block_ids, 0, len(rows), self.block_size)
         self.rows.index_copy_(0, to_device(slots, self.rows.device), rows.to(self.rows.dtype))
-        self.mark_written(self.owners[block_ids[0]])
 
     def read(self, block_ids: Sequence[int], stop: int, first: int = 0) -> Tensor:
         """Rows [first, stop) of the image in these blocks, copied: [stop - first, hidden_size]."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Sequence as SequenceOf
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +23,7 @@ def build_sequence(prompt: Any, params: SamplingParams, mm_inputs: Mapping[str, 
     Raises ValueError, naming the value and the remedy, for whatever of the prompt or its images is wrong.
     """
     if isinstance(prompt, str):
+        prompt.encode()     # half a surrogate pair, which no tokenizer takes, is a UnicodeEncodeError, a ValueError
         token_ids = expand_placeholders(tokenize(prompt), mm_inputs, model_config)
     else:
         token_ids = prompt
@@ -72,23 +74,26 @@ def split_prompts(prompts: Any, params: Any, mm_inputs: Any) -> list[tuple[Any, 
     """One (prompt, parameters, images) for each prompt of a `generate` call.
 
     One string or one flat list of ids is one prompt; parameters may be one for all. Raises ValueError if the numbers
-    of prompts, parameters and image inputs differ, TypeError for parameters of another type.
+    of prompts, parameters and image inputs differ or one of them is no list.
     """
+    if not isinstance(prompts, SequenceOf) and getattr(prompts, "ndim", 0) == 0:
+        raise ValueError(f"prompts must be a string, token ids, or a list of those, not {type(prompts).__name__}: "
+                         f"{prompts!r:.80}")
     if isinstance(prompts, str) or _is_flat(prompts):
         prompts = [prompts]
         mm_inputs = [mm_inputs] if isinstance(mm_inputs, Mapping) else mm_inputs
     prompts = list(prompts)
     params = SamplingParams() if params is None else params
-    params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
     if isinstance(mm_inputs, Mapping):
         raise ValueError(f"mm_inputs is one dict for {len(prompts)} prompts: give a list with one for each")
+    if mm_inputs is not None and not isinstance(mm_inputs, (list, tuple)):
+        raise ValueError(f"mm_inputs must be None or a list with one dict or None for each prompt, not "
+                         f"{type(mm_inputs).__name__}: {mm_inputs!r:.80}")
     mm_inputs = [None] * len(prompts) if mm_inputs is None else list(mm_inputs)
     for name, values in (("sampling_params", params), ("mm_inputs", mm_inputs)):
         if len(values) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(values)} {name}: give one for each prompt")
-    wrong = next((p for p in params if not isinstance(p, SamplingParams)), None)
-    if wrong is not None:
-        raise TypeError(f"sampling_params must be SamplingParams, not {type(wrong).__name__}: {wrong!r:.80}")
     return list(zip(prompts, params, mm_inputs))
 
 

@@ -13,8 +13,10 @@ from transformers import AutoTokenizer
 
 from nanovllm.config import Config
 from nanovllm.engine.intake import ImageNames, build_sequence
-from nanovllm.engine.model_runner import ModelRunner, StepInFlight
+from nanovllm.engine.interrupts import uninterrupted
+from nanovllm.engine.model_runner import StepInFlight
 from nanovllm.engine.planner import Planner
+from nanovllm.engine.ranked_runner import start_runner
 from nanovllm.engine.scheduled import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -49,18 +51,22 @@ class LLMEngine:
         known = np.zeros(model_config.text.vocab_size, bool)
         ids = np.fromiter(self.tokenizer.get_vocab().values(), np.int64)
         known[ids[ids < len(known)]] = True
-        self.runner = ModelRunner(self.config, known_vocab=known)
-        self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks, self.runner.encoder_cache)
-        self.planner = Planner(self.scheduler.rows, self.config.kvcache_block_size,
-                               num_axes=1 if model_config.text.rope.mrope_section is None else 3)
         self.image_names = ImageNames()
         self.requests: dict[int, Request] = {}
         self.watched: dict[int, StopStrings] = {}     # by seq_id
         self.unclaimed: list[RequestOutput] = []      # ended while `generate` was waiting for others
-        self.overlap = self.runner.device.type == "cuda" if self.config.overlap is None else self.config.overlap
         self.launched: deque[tuple[ScheduledStep, StepInFlight]] = deque()
         self.num_prompt_tokens = self.num_generated_tokens = 0       # computed since the engine was made
+        self.runner = start_runner(self.config, known)
         self._close = weakref.finalize(self, self.runner.close)
+        self.overlap = self.runner.device.type == "cuda" if self.config.overlap is None else self.config.overlap
+        try:
+            self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks, self.runner.encoder_cache)
+            self.planner = Planner(self.scheduler.rows, self.config.kvcache_block_size,
+                                   num_axes=1 if model_config.text.rope.mrope_section is None else 3)
+        except BaseException:
+            self._close()       # now: whoever keeps the traceback keeps this object, and with it the device's memory
+            raise
 
     # ------------------------------------------------------------ requests
 
@@ -70,7 +76,8 @@ class LLMEngine:
 
         Raises ValueError for bad input, and then nothing is queued.
         """
-        request = self.build_request(prompt, sampling_params or SamplingParams(), mm_inputs, perf_counter())
+        params = SamplingParams() if sampling_params is None else sampling_params
+        request = self.build_request(prompt, params, mm_inputs, perf_counter())
         self.queue(request)
         return request.seq.seq_id
 
@@ -85,12 +92,14 @@ class LLMEngine:
         self.scheduler.check_images(seq)
         return Request(seq, arrival, hash_time)
 
+    @uninterrupted()
     def queue(self, request: Request) -> None:
         self.scheduler.add(request.seq)
         self.requests[request.seq.seq_id] = request
         if stop := request.seq.sampling_params.stop:
             self.watched[request.seq.seq_id] = StopStrings(stop, self._decode)
 
+    @uninterrupted()
     def abort(self, seq_id: int) -> bool:
         """Ends a request; its output, with finish_reason "abort", comes from the next `step`. False if it is not
         there."""
@@ -110,7 +119,8 @@ class LLMEngine:
         """
         self._check_open()
         try:
-            seqs, _ = self.scheduler.schedule()
+            with uninterrupted():
+                seqs, _ = self.scheduler.schedule()
             if seqs:
                 step = self.scheduler.in_flight[-1]
                 self.launched.append((step, self.runner.launch(self.planner.plan(step))))
@@ -122,11 +132,13 @@ class LLMEngine:
         except BaseException:
             self.abandon_steps()
             raise
+        with uninterrupted():
+            self.unclaimed += [self._output(seq) for seq in self.scheduler.take_finished()]
         outputs, self.unclaimed = self.unclaimed, []
-        outputs += [self._output(seq) for seq in self.scheduler.take_finished()]
         assert busy or outputs or self.scheduler.is_finished(), "requests wait, and none can run"
         return outputs
 
+    @uninterrupted()
     def abandon_steps(self) -> None:
         """Drops the steps in flight and what they computed; their sequences stand as before them."""
         self.launched.clear()
@@ -134,7 +146,12 @@ class LLMEngine:
 
     def _take_in(self) -> None:
         step, launched = self.launched.popleft()
-        ids = self._take_result(step, self.runner.collect(launched))
+        result = self.runner.collect(launched)
+        with uninterrupted():
+            self._take_result(step, result)
+
+    def _take_result(self, step: ScheduledStep, result: StepResult) -> None:
+        ids = self._ids_of(step, result)
         if step.is_prefill:
             self.num_prompt_tokens += sum(max(0, min(stop, entry.seq.num_prompt_tokens) - start)
                                           for entry in step.entries for start, stop in entry.spans)
@@ -143,7 +160,7 @@ class LLMEngine:
         if self.watched:
             self._check_stop_strings(step)
 
-    def _take_result(self, step: ScheduledStep, result: StepResult) -> list[int]:
+    def _ids_of(self, step: ScheduledStep, result: StepResult) -> list[int]:
         """One id per sequence of the step, 0 where it sampled none; ends the requests whose logits were not finite."""
         now = perf_counter()
         for seq_id, seconds in result.encode_seconds.items():
@@ -196,6 +213,7 @@ class LLMEngine:
 
     # ------------------------------------------------------------ upkeep
 
+    @uninterrupted()
     def reset_caches(self) -> None:
         """Forgets all cached prefixes, image KV and encoder rows; running requests keep what they hold."""
         self.scheduler.block_manager.reset()
@@ -218,6 +236,8 @@ class LLMEngine:
     def _check_open(self) -> None:
         if not self._close.alive:
             raise RuntimeError("this engine was closed by exit(): make a new LLM")
+        if self.runner.parallel.rank:
+            raise RuntimeError("only rank 0 takes requests; the other ranks call generate() when it does")
 
     # ------------------------------------------------------------ text
 
@@ -228,6 +248,8 @@ class LLMEngine:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}: {params!r:.80}")
         vocab, layers = self.config.model_config.text.vocab_size, self.config.model_config.text.num_layers
         if isinstance(params.recompute_ratio, tuple) and len(params.recompute_ratio) != layers:
             raise ValueError(f"recompute_ratio has {len(params.recompute_ratio)} numbers: give one number, or one for "

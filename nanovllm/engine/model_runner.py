@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import cast
 
@@ -17,9 +19,10 @@ from nanovllm.engine.encoder_cache_manager import EncoderCacheManager
 from nanovllm.layers.sampler import Sampler, SamplerOutput, logprob_dicts
 from nanovllm.models.registry import build_model
 from nanovllm.models.weights import init_dummy_weights, load_weights
+from nanovllm.parallel import ALONE, TensorParallel
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.runner.cuda_graph import DecodeGraphs, graph_sizes
-from nanovllm.runner.image_encoder import EncodedImages, EncodesImages, encode_images
+from nanovllm.runner.image_encoder import EncodedImages, EncodesImages, encode_images, encode_spread_images
 from nanovllm.runner.inputs import layer_stages, samples_plainly, sampling_inputs, to_device
 from nanovllm.runner.kv_cache import (
     GIB,
@@ -48,34 +51,42 @@ DUMMY_SEED = 0
 class StepInFlight:
     """A step that the device is working on; what it will answer, in host memory once `done`."""
 
-    sampled: SamplerOutput | None           # None: the step has no logits
+    sampled: SamplerOutput | None           # None: the step has no logits, or another rank samples
     encoded: EncodedImages
     done: torch.cuda.Event | None           # None on the CPU, where a launched step is a finished one
 
 
 class ModelRunner:
-    """Model, caches and sampler on one device.
+    """Model, caches and sampler on one device: all of the model, or the share of one rank.
+
+    Every rank carries out the same plans; rank 0 samples.
 
     Args:
         config: the engine's options.
         known_vocab: bool [vocab_size], the ids that may be sampled; None: all.
+        parallel: which rank this is.
+        device: where it computes; None: the device of the options.
 
     Raises ValueError with the numbers if the memory that the options leave holds no KV block, and what
     `models.weights.load_weights` raises.
     """
 
-    def __init__(self, config: Config, known_vocab: NDArray[np.bool_] | None = None) -> None:
+    def __init__(self, config: Config, known_vocab: NDArray[np.bool_] | None = None,
+                 parallel: TensorParallel = ALONE, device: torch.device | None = None) -> None:
         self.config = config
-        self.device = pick_device(config.device)
+        self.parallel = parallel
+        self.device = pick_device(config.device) if device is None else device
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         allocated_before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         self.backend = select_backend(config.attention_backend, self.device, self.dtype)
-        self.model = build_model(config.model_config, self.backend, self.dtype, self.device)
+        self.model = build_model(config.model_config, self.backend, self.dtype, self.device, parallel)
         if config.load_format == "dummy":
             init_dummy_weights(self.model, DUMMY_SEED)
         else:
             load_weights(self.model, config.model)
         text = config.model_config.text
+        text = replace(text, num_kv_heads=parallel.num_kv_heads(text.num_kv_heads))
+        self.cache_config = replace(config.model_config, text=text)         # of this rank's share of the KV cache
         self.sampler = Sampler(text.vocab_size, config.max_num_seqs, known_vocab, self.device, self.backend.fused)
         # By batch row; one more for the rows that fill up a captured step.
         self.last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
@@ -83,7 +94,8 @@ class ModelRunner:
         self.decode_graphs: DecodeGraphs | None = None
         self.span_graphs: SpanGraphs | None = None
         sizes = self._size_caches(allocated_before)
-        self.num_kvcache_blocks, self.encoder_num_blocks = sizes.num_kvcache_blocks, sizes.encoder_num_blocks
+        self.num_kvcache_blocks, self.encoder_num_blocks = parallel.smallest(
+            [sizes.num_kvcache_blocks, sizes.encoder_num_blocks], self.device)
         block_size = config.kvcache_block_size
         self.kv_cache = allocate_kv_cache(text, self.num_kvcache_blocks, block_size, self.dtype, self.device)
         self.encoder_cache = EncoderCacheManager(self.encoder_num_blocks, block_size, text.hidden_size, self.dtype,
@@ -121,6 +133,11 @@ class ModelRunner:
         return StepResult(token_ids, step.sampled.finite.numpy(),
                           None if logprobs is None else logprob_dicts(logprobs, token_ids.tolist()), encode_seconds)
 
+    @contextmanager
+    def call(self) -> Iterator[bool]:
+        """Around a call that every launched rank makes; True where it has requests to run."""
+        yield True
+
     def close(self) -> None:
         """Gives the device memory back; the runner carries out no step any more."""
         self.encoder_cache.release_rows()
@@ -142,7 +159,7 @@ class ModelRunner:
         token_ids = to_device(plan.token_ids, self.device)
         if plan.fed.shape[1]:
             tokens, seq_rows = to_device(plan.fed, self.device)
-            token_ids[tokens] = self.last_ids[seq_rows]
+            token_ids[tokens] = self.parallel.broadcast(self.last_ids[seq_rows])
         hidden = self.model.embed(token_ids)            # [tokens, hidden]
         for rows in plan.image_rows:
             image = (uncached[rows.key][rows.first:rows.stop] if rows.block_ids is None
@@ -163,17 +180,27 @@ class ModelRunner:
         if not plan.encodes:
             return EncodedImages(), {}
         model = cast(EncodesImages, self.model)
-        encoded = encode_images(model, plan.encodes, self.max_patches_a_call, self.device)
+        if self.parallel.spread_images:
+            vision = self.config.model_config.vision
+            assert vision is not None, "a text model takes no pictures"
+            encoded = encode_spread_images(model, plan.encodes, self.max_patches_a_call, vision.spatial_merge_size,
+                                           self.encoder_cache.rows, self.parallel)
+        else:
+            encoded = encode_images(model, plan.encodes, self.max_patches_a_call, self.device)
+        # All ranks go by the table of rank 0, and by no other.
+        write = self.encoder_cache.store if self.parallel.rank else self.encoder_cache.write
         uncached: dict[object, Tensor] = {}
         for encode, rows in zip(plan.encodes, encoded.rows):
             if encode.block_ids is None:
                 uncached[encode.key] = rows
             else:
-                self.encoder_cache.write(encode.block_ids, rows)
+                write(encode.block_ids, rows)
         encoded.rows.clear()        # a step in flight holds no rows that are in the cache
         return encoded, uncached
 
-    def _sample(self, plan: StepPlan, logits: Tensor) -> SamplerOutput:
+    def _sample(self, plan: StepPlan, logits: Tensor) -> SamplerOutput | None:
+        if self.parallel.rank:
+            return None
         logits = logits.to(torch.float32, copy=True)        # the sampler overwrites them
         inputs = sampling_inputs(plan.sampling, plan.penalty_resets, logits.shape[1], self.device)
         sampled = self.sampler(logits, inputs)
@@ -187,7 +214,8 @@ class ModelRunner:
         axes = 1 if config.model_config.text.rope.mrope_section is None else 3
         pool = torch.cuda.graph_pool_handle()
         self.decode_graphs = DecodeGraphs(self.model, self.sampler, self.kv_cache, self.last_ids,
-                                          graph_sizes(config.max_num_seqs), axes, config.max_model_len, pool)
+                                          graph_sizes(config.max_num_seqs), axes, config.max_model_len, pool,
+                                          self.parallel)
         buckets = bucket_sizes(config.max_num_batched_tokens)
         if buckets:
             self.span_graphs = SpanGraphs(self.model, self.kv_cache, buckets, axes, config.max_model_len, pool)
@@ -199,9 +227,9 @@ class ModelRunner:
     def _size_caches(self, allocated_before: int) -> CacheSizes:
         """The given number of blocks, or what kvcache_memory_gb (CPU) or the card's memory holds."""
         config = self.config
-        rest = config.model_config, config.kvcache_block_size, self.dtype, config.encoder_cache_ratio
+        rest = self.cache_config, config.kvcache_block_size, self.dtype, config.encoder_cache_ratio
         if config.num_kvcache_blocks > 0:
-            block_bytes = kv_block_bytes(config.model_config.text, config.kvcache_block_size, self.dtype)
+            block_bytes = kv_block_bytes(self.cache_config.text, config.kvcache_block_size, self.dtype)
             return sizes_of_kv_bytes(config.num_kvcache_blocks * block_bytes, *rest)
         if self.device.type == "cpu":
             return sizes_of_kv_bytes(int(config.kvcache_memory_gb * GIB), *rest)
@@ -219,8 +247,8 @@ class ModelRunner:
             patches = torch.randn(t * h * w, vision.patch_dim, device=self.device)
             cast(EncodesImages, self.model).encode_images(patches, [(t, h, w)])
             del patches
-        kv_cache = allocate_kv_cache(config.model_config.text, num_warm_up_blocks(config),
-                                          config.kvcache_block_size, self.dtype, self.device)
+        kv_cache = allocate_kv_cache(self.cache_config.text, num_warm_up_blocks(config),
+                                     config.kvcache_block_size, self.dtype, self.device)
         self._compute(largest_step(config), kv_cache)
 
 

@@ -30,7 +30,7 @@ def check_token_ids(ids: Any, vocab_size: int) -> list[int]:
             raise ValueError(f"token ids of one prompt must be one-dimensional, not of shape {tuple(ids.shape)}")
         # an empty numpy array or tensor is of floats unless told otherwise; it is refused below as what it is
         if "int" not in str(ids.dtype) and len(ids):
-            raise ValueError(f"token ids must be ints, not {ids.dtype}: {ids[0].item()!r} at index 0")
+            raise ValueError(f"token ids must be ints, not {ids.dtype}: {ids.tolist()[0]!r} at index 0")
         ids = ids.tolist()
     elif not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)):
         raise ValueError(f"token ids must be a list of ints, not {type(ids).__name__}: {ids!r:.80}")
@@ -68,7 +68,7 @@ def expand_placeholders(
                 f"the prompt holds {len(marks)} {name} placeholders (token {pad_id}) but mm_inputs holds {len(counts)} "
                 f"{name}s: write one placeholder for each in a string; pass already expanded prompts as token ids")
         total, limit = len(ids) - len(marks) + sum(counts), model_config.text.max_position_embeddings
-        if total > limit:
+        if counts and total > limit:
             raise ValueError(f"the prompt has {total} tokens with its {len(counts)} {name}s, the model takes {limit}: "
                              f"use fewer or smaller ones")
         repeats[marks] = counts
@@ -181,23 +181,28 @@ def _pixel_views(
 
 
 def _pixel_rows(value: Any, key: str) -> Any:
-    """A contiguous tensor or array in host memory that shares the caller's if it can."""
+    """A contiguous tensor or array in host memory, of numbers that torch knows; shares the caller's if it can."""
     if hasattr(value, "detach"):
+        if str(value.layout) != "torch.strided" or value.is_meta or value.is_quantized or value.is_complex():
+            raise ValueError(f"{key} must be a dense tensor of real numbers, not {value.dtype} of layout "
+                             f"{value.layout} on device {value.device}")
         return value.detach().cpu().contiguous()
     try:
         array = np.ascontiguousarray(value, dtype=None if isinstance(value, np.ndarray) else np.float32)
     except (TypeError, ValueError):
         raise ValueError(f"{key} must be a tensor, an array or rows of numbers, not {value!r:.80}") from None
-    if array.dtype.kind not in "fiu":
-        raise ValueError(f"{key} must hold numbers, not {array.dtype}")
-    return array
+    if array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
+        raise ValueError(f"{key} must hold numbers of at most 64 bits, not {array.dtype}")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _image_hashes(given: Mapping[str, Any], num_images: int) -> list[int | None]:
     if "image_hashes" not in given:
         return [None] * num_images
-    hashes: list[int | None] = [
-        _as_int(value, "image hash", i) for i, value in enumerate(_to_list(given["image_hashes"]))]
+    values = _to_list(given["image_hashes"])
+    if not isinstance(values, Sequence):
+        raise ValueError(f"image_hashes must be a list with one int for each image, not {values!r:.80}")
+    hashes: list[int | None] = [_as_int(value, "image hash", i) for i, value in enumerate(values)]
     if len(hashes) != num_images:
         raise ValueError(f"mm_inputs has {len(hashes)} image_hashes but {num_images} rows of image_grid_thw: "
                          f"one hash for each image, and the grid is always needed")

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.attention.contract import FusedOps
-from nanovllm.layers.linear import Linear, MergedLinear
+from nanovllm.layers.linear import MergedLinear, RowLinear
+from nanovllm.parallel import ALONE, TensorParallel
 
 
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -17,12 +18,12 @@ class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))` for x `[tokens, hidden_size]`, gate and up being one matrix product."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False,
-                 fused: FusedOps | None = None) -> None:
+                 fused: FusedOps | None = None, parallel: TensorParallel = ALONE) -> None:
         super().__init__()
         self.fused = fused
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        parts = dict.fromkeys(("gate_proj", "up_proj"), parallel.split(intermediate_size))
         self.gate_up_proj = MergedLinear(hidden_size, parts, bias, fused)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias, fused)
+        self.down_proj = RowLinear(intermediate_size, hidden_size, bias, fused, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj.forward_parts(x)

@@ -4,29 +4,33 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from nanovllm.attention.contract import AttentionBackend, SpanBatch
-from nanovllm.layers.linear import Linear, MergedLinear
+from nanovllm.layers.linear import MergedLinear, RowLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Rotation, apply_rotary
 from nanovllm.model_config import TextConfig
+from nanovllm.parallel import ALONE, TensorParallel
 
 
 class PagedAttention(nn.Module):
     """Projects, rotates, stores the new keys and values and attends over what the spans may see."""
 
-    def __init__(self, config: TextConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: TextConfig, backend: AttentionBackend, parallel: TensorParallel = ALONE) -> None:
         super().__init__()
         self.backend = backend
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        q_size, kv = config.num_heads * config.head_dim, parallel.split_kv(config.num_kv_heads, config.head_dim)
+        parts = {"q_proj": parallel.split(q_size), "k_proj": kv, "v_proj": kv}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias, backend.fused)
-        self.o_proj = Linear(q_size, config.hidden_size, config.o_bias, backend.fused)
+        self.o_proj = RowLinear(q_size, config.hidden_size, config.o_bias, backend.fused, parallel)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, kv_cache: Tensor, spans: SpanBatch) -> Tensor:
-        """x `[tokens, hidden]` to the same shape; kv_cache `[2, blocks, block_size, kv_heads, head_dim]` is written."""
+        """x `[tokens, hidden]` to the same shape; kv_cache `[2, blocks, block_size, kv_heads, head_dim]` is written.
+
+        kv_heads are those of this rank.
+        """
         k_cache, v_cache = kv_cache.unbind(0)
         q = self._queries(x, rotation, k_cache, v_cache, spans.slot_mapping)
         out = self.backend.attend(q, k_cache, v_cache, spans, self.scale)

@@ -14,17 +14,18 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding, Rotation
 from nanovllm.model_config import ModelConfig, TextConfig
 from nanovllm.models.layer_stage import LayerStage
+from nanovllm.parallel import ALONE, TensorParallel
 
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and beside the residual stream."""
 
-    def __init__(self, config: TextConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: TextConfig, backend: AttentionBackend, parallel: TensorParallel) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend.fused)
-        self.self_attn = PagedAttention(config, backend)
+        self.self_attn = PagedAttention(config, backend, parallel)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend.fused)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, fused=backend.fused)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, fused=backend.fused, parallel=parallel)
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, kv_cache: Tensor, spans: SpanBatch
@@ -39,10 +40,10 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embeddings to final hidden states, through all layers and the last norm."""
 
-    def __init__(self, config: TextConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: TextConfig, backend: AttentionBackend, parallel: TensorParallel) -> None:
         super().__init__()
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, backend) for _ in range(config.num_layers))
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, parallel)
+        self.layers = nn.ModuleList(DecoderLayer(config, backend, parallel) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend.fused)
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim)
 
@@ -71,11 +72,12 @@ class CausalLM(nn.Module):
     # (prefix in a checkpoint, prefix here); the first that fits renames a tensor
     checkpoint_prefixes: ClassVar[tuple[tuple[str, str], ...]] = ()
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel = ALONE) -> None:
         super().__init__()
         text = config.text
-        self.model = Decoder(text, backend)
-        self.lm_head = None if text.tie_word_embeddings else VocabEmbedding(text.vocab_size, text.hidden_size)
+        self.model = Decoder(text, backend, parallel)
+        self.lm_head = (None if text.tie_word_embeddings
+                        else VocabEmbedding(text.vocab_size, text.hidden_size, parallel))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """`[tokens, hidden]` of token_ids int64 `[tokens]`."""
@@ -91,6 +93,7 @@ class CausalLM(nn.Module):
         return self.model(hidden, positions, kv_cache, stages)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[rows, vocab_size]`, in the dtype of the weights, of final hidden states `[rows, hidden]`."""
+        """`[rows, vocab_size]`, in the dtype of the weights, of final hidden states `[rows, hidden]`; on rank 0, see
+        `VocabEmbedding`."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return head.logits(hidden)

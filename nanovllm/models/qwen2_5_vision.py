@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from nanovllm.attention.contract import AttentionBackend
 from nanovllm.layers.activation import GatedMLP
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.linear import ColumnLinear, RowLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Rotation, apply_rotary, inverse_frequencies
 from nanovllm.model_config import VisionConfig
+from nanovllm.parallel import ALONE, TensorParallel
 
 NORM_EPS = 1e-6             # of every norm in the tower; checkpoints do not say it
 ROPE_THETA = 10000.0        # likewise
@@ -79,15 +80,17 @@ class PatchProjection(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Self-attention inside segments, no mask."""
+    """Self-attention inside segments, no mask, of this rank's heads."""
 
-    def __init__(self, config: VisionConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: VisionConfig, backend: AttentionBackend, parallel: TensorParallel) -> None:
         super().__init__()
+        size = config.hidden_size
         self.backend = backend
-        self.num_heads = config.num_heads
-        self.scale = (config.hidden_size // config.num_heads) ** -0.5
-        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=True)
-        self.proj = Linear(config.hidden_size, config.hidden_size, bias=True)
+        self.num_heads = config.num_heads // parallel.size
+        self.scale = (size // config.num_heads) ** -0.5
+        qkv = tuple(parallel.split(size, first, 3 * size) for first in (0, size, 2 * size))
+        self.qkv = ColumnLinear(size, qkv, bias=True)
+        self.proj = RowLinear(size, size, bias=True, parallel=parallel)
 
     def forward(self, x: Tensor, rotation: Rotation, segments: Segments) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
@@ -103,12 +106,13 @@ class VisionAttention(nn.Module):
 class VisionBlock(nn.Module):
     """Attention and feed-forward, each behind a norm and beside the residual stream."""
 
-    def __init__(self, config: VisionConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: VisionConfig, backend: AttentionBackend, parallel: TensorParallel) -> None:
         super().__init__()
         self.norm1 = RMSNorm(config.hidden_size, NORM_EPS, backend.fused)
-        self.attn = VisionAttention(config, backend)
+        self.attn = VisionAttention(config, backend, parallel)
         self.norm2 = RMSNorm(config.hidden_size, NORM_EPS, backend.fused)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=True, fused=backend.fused)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=True, fused=backend.fused,
+                            parallel=parallel)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, segments: Segments
@@ -122,12 +126,13 @@ class VisionBlock(nn.Module):
 class PatchMerger(nn.Module):
     """Each merge x merge square of patches to one row of the decoder's width."""
 
-    def __init__(self, config: VisionConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: VisionConfig, backend: AttentionBackend, parallel: TensorParallel) -> None:
         super().__init__()
         self.merged_size = config.hidden_size * config.spatial_merge_size**2
         self.ln_q = RMSNorm(config.hidden_size, NORM_EPS, backend.fused)
-        self.mlp = nn.Sequential(Linear(self.merged_size, self.merged_size, bias=True), nn.GELU(),
-                                 Linear(self.merged_size, config.out_hidden_size, bias=True))
+        self.mlp = nn.Sequential(
+            ColumnLinear(self.merged_size, (parallel.split(self.merged_size),), bias=True), nn.GELU(),
+            RowLinear(self.merged_size, config.out_hidden_size, bias=True, parallel=parallel))
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """`[patches / merge^2, out_hidden_size]` of x + residual `[patches, hidden]`, squares in a row."""
@@ -139,13 +144,13 @@ class VisionTower(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, config: VisionConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: VisionConfig, backend: AttentionBackend, parallel: TensorParallel = ALONE) -> None:
         super().__init__()
         self.merge = config.spatial_merge_size
         self.full_layers = frozenset(config.fullatt_block_indexes)
         self.patch_embed = nn.Sequential(OrderedDict(proj=PatchProjection(config)))
-        self.blocks = nn.ModuleList(VisionBlock(config, backend) for _ in range(config.depth))
-        self.merger = PatchMerger(config, backend)
+        self.blocks = nn.ModuleList(VisionBlock(config, backend, parallel) for _ in range(config.depth))
+        self.merger = PatchMerger(config, backend, parallel)
         # Half the pairs of a head turn by the patch's row, half by its column.
         axis_dim = config.hidden_size // config.num_heads // 2
         self.register_buffer("inv_freq", inverse_frequencies(ROPE_THETA, axis_dim), persistent=False)

@@ -11,6 +11,7 @@ from nanovllm.attention.contract import AttentionBackend
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.qwen2_5_vision import VisionTower
+from nanovllm.parallel import ALONE, TensorParallel
 
 
 class Qwen2_5_VLForConditionalGeneration(CausalLM):
@@ -20,10 +21,10 @@ class Qwen2_5_VLForConditionalGeneration(CausalLM):
     checkpoint_prefixes: ClassVar[tuple[tuple[str, str], ...]] = (
         ("model.visual.", "visual."), ("model.language_model.", "model."))
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
-        super().__init__(config, backend)
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel = ALONE) -> None:
+        super().__init__(config, backend, parallel)
         assert config.vision is not None, "a Qwen2.5-VL config has a vision part"
-        self.visual = VisionTower(config.vision, backend)
+        self.visual = VisionTower(config.vision, backend, parallel.vision)
 
     @property
     def pixel_dtype(self) -> torch.dtype:

@@ -10,6 +10,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.qwen2_5_vision import VisionTower
 from nanovllm.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.parallel import ALONE, TensorParallel
 
 ROW_BYTES = 16
 
@@ -20,16 +21,17 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
 
 
 def build_model(
-    config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str
+    config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str,
+    parallel: TensorParallel = ALONE,
 ) -> CausalLM:
-    """The model of `config` on `device`, parameters in `dtype` and uninitialised: load or fill them next.
+    """One rank's share of the model of `config` on `device`, parameters in `dtype` and uninitialised: fill them next.
 
     A vision tower has the dtype of `VisionTower.compute_dtype`. Raises ValueError for an unknown architecture.
     """
     if (architecture := ARCHITECTURES.get(config.architecture)) is None:
         raise ValueError(f"architecture {config.architecture!r} is not supported; use one of {sorted(ARCHITECTURES)}")
     with torch.device("meta"):
-        model = architecture(config, backend)
+        model = architecture(config, backend, parallel)
     _materialise(model, dtype, torch.device(device))
     return model.eval()
 

@@ -14,6 +14,7 @@ from nanovllm.attention.contract import SpanBatch
 from nanovllm.layers.sampler import Sampler, SamplerOutput
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.layer_stage import LayerStage
+from nanovllm.parallel import ALONE, TensorParallel
 from nanovllm.plan import StepPlan
 from nanovllm.runner.inputs import span_slots, stream_keys
 from nanovllm.runner.staging import Shape, StagingBuffer, packed_bytes, packed_views
@@ -59,8 +60,8 @@ class DecodeInputs:
                 (self.seq_rows, batch.seq_rows, spare_row), (self.temperature[:, 0], batch.temperature, 1),
                 (self.keys[:, :, 0], stream_keys(batch.seed, batch.token_index)[:, :, 0], 0),
                 (self.greedy, batch.top_k == 1, 1)):
-            into = view.numpy()
-            into[..., :n], into[..., n:] = values, harmless
+            into, known = view.numpy(), np.shape(values)[-1]        # a rank that does not sample is not told how to
+            into[..., :known], into[..., known:] = values, harmless
         tables, width = self.block_tables.numpy(), spans.block_tables.shape[1]
         tables[:n, :width], tables[:n, width:], tables[n:] = spans.block_tables, 0, 0
 
@@ -78,8 +79,7 @@ class CapturedStep:
     graph: torch.cuda.CUDAGraph
     spans: SpanBatch        # whose tensors the graph reads
     logits: Tensor          # [size, vocab_size] in the model's dtype; this and the next replay of any size overwrite it
-    token_ids: Tensor       # int64 [size]
-    finite: Tensor          # bool [size]
+    sampled: SamplerOutput | None       # of plain sampling; None on a rank that does not sample
 
 
 class DecodeGraphs:
@@ -93,10 +93,12 @@ class DecodeGraphs:
         num_axes: of positions.
         max_model_len: tokens of a sequence; block tables are wide enough for one more.
         pool: of memory that all graphs share, as `torch.cuda.graph_pool_handle` gives it.
+        parallel: the ranks that capture and replay together; rank 0 alone has last ids and logits.
     """
 
     def __init__(self, model: CausalLM, sampler: Sampler, kv_cache: Tensor, last_ids: Tensor, sizes: Sequence[int],
-                 num_axes: int, max_model_len: int, pool: Any) -> None:
+                 num_axes: int, max_model_len: int, pool: Any, parallel: TensorParallel = ALONE) -> None:
+        self.parallel = parallel
         self.model, self.sampler, self.kv_cache, self.last_ids = model, sampler, kv_cache, last_ids
         self.block_size = kv_cache.shape[3]
         self.layout = (num_axes, max_model_len // self.block_size + 1)
@@ -112,7 +114,7 @@ class DecodeGraphs:
         return (len(plan.token_ids) <= self.sizes[-1] and len(plan.logits_rows) == len(plan.token_ids)
                 and len(plan.stages) == 1 and spans.block_tables.shape[1] <= self.layout[1] and not plan.image_rows)
 
-    def replay(self, plan: StepPlan) -> tuple[Tensor, SamplerOutput]:
+    def replay(self, plan: StepPlan) -> tuple[Tensor, SamplerOutput | None]:
         """Logits [tokens, vocab_size] of a plan that fits, and what plain sampling makes of them; both stand until the
         next replay."""
         size = self.sizes[bisect_left(self.sizes, len(plan.token_ids))]
@@ -122,7 +124,9 @@ class DecodeGraphs:
         self.staging.send(packed_bytes(shapes))
         step, n = self.steps[size], len(plan.token_ids)
         step.graph.replay()
-        return step.logits[:n], SamplerOutput(step.token_ids[:n], step.finite[:n], None)
+        if (sampled := step.sampled) is None:
+            return step.logits[:n], None
+        return step.logits[:n], SamplerOutput(sampled.token_ids[:n], sampled.finite[:n], None)
 
     def _capture(self, size: int, pool: Any) -> CapturedStep:
         inputs = DecodeInputs(*packed_views(self.staging.device_bytes, DecodeInputs.shapes(size, *self.layout)))
@@ -140,15 +144,17 @@ class DecodeGraphs:
         self._decode(inputs, spans)             # compiles kernels, makes the libraries allocate what they keep
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            outputs = self._decode(inputs, spans)
-        return CapturedStep(graph, spans, *outputs)
+            logits, sampled = self._decode(inputs, spans)
+        return CapturedStep(graph, spans, logits, sampled)
 
-    def _decode(self, inputs: DecodeInputs, spans: SpanBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, ids and whether these are finite; what depends on a batch's numbers is read from `inputs`."""
-        last = self.last_ids[inputs.fed.clamp(min=0)]
+    def _decode(self, inputs: DecodeInputs, spans: SpanBatch) -> tuple[Tensor, SamplerOutput | None]:
+        """Logits, and on rank 0 their plain samples; what depends on a batch's numbers is read from `inputs`."""
+        last = self.parallel.broadcast(self.last_ids[inputs.fed.clamp(min=0)])
         hidden = self.model.embed(torch.where(inputs.fed < 0, inputs.token_ids, last))
         hidden = self.model(hidden, inputs.positions, self.kv_cache, [LayerStage(0, None, spans)])
         logits = self.model.compute_logits(hidden)
+        if self.parallel.rank:
+            return logits, None
         token_ids, finite = self.sampler.draw_plainly(logits, inputs.temperature, inputs.keys, inputs.greedy.bool())
         self.last_ids.index_copy_(0, inputs.seq_rows, token_ids)
-        return logits, token_ids, finite
+        return logits, SamplerOutput(token_ids, finite, None)

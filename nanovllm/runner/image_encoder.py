@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nanovllm.parallel import TensorParallel
 from nanovllm.plan import ImageEncode
 
 
@@ -77,11 +78,44 @@ def encode_images(model: EncodesImages, encodes: Sequence[ImageEncode], max_patc
         timer.stop()
         merged = sum(map(_num_patches, group)) // len(rows)      # patches of one row
         encoded.rows += rows.split([_num_patches(encode) // merged for encode in group])
-        shares: Counter[int] = Counter()
-        for encode in group:
-            shares[encode.seq_id] += _num_patches(encode)
-        encoded.calls.append((timer, shares))
+        encoded.calls.append((timer, _shares(group)))
     return encoded
+
+
+def encode_spread_images(model: EncodesImages, encodes: Sequence[ImageEncode], max_patches: int, merge: int,
+                         like: Tensor, parallel: TensorParallel) -> EncodedImages:
+    """As `encode_images`, each image on one rank only, which sends its rows to all the others.
+
+    merge: patches of a row's side; like: a tensor `[any, hidden]` of the rows' dtype and device.
+    """
+    timer = DeviceTimer(like.device)
+    owners = image_owners(encodes, parallel.size)
+    mine = [encode for encode, owner in zip(encodes, owners) if owner == parallel.rank]
+    done = iter(encode_images(model, mine, max_patches, like.device).rows)
+    rows = [next(done).contiguous() if owner == parallel.rank
+            else like.new_empty(_num_patches(encode) // merge**2, like.shape[1])
+            for encode, owner in zip(encodes, owners)]
+    for each, owner in zip(rows, owners):
+        parallel.broadcast(each, owner)
+    timer.stop()
+    return EncodedImages(rows, [(timer, _shares(encodes))])
+
+
+def image_owners(encodes: Sequence[ImageEncode], size: int) -> list[int]:
+    """The rank of each image: largest first, each to the rank with the fewest patches so far."""
+    owners, loads = [0] * len(encodes), [0] * size
+    for index in sorted(range(len(encodes)), key=lambda i: -_num_patches(encodes[i])):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += _num_patches(encodes[index])
+    return owners
+
+
+def _shares(encodes: Sequence[ImageEncode]) -> Counter[int]:
+    """Patches by seq_id."""
+    shares: Counter[int] = Counter()
+    for encode in encodes:
+        shares[encode.seq_id] += _num_patches(encode)
+    return shares
 
 
 def _to_device(pixels: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

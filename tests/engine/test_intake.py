@@ -63,8 +63,12 @@ def test_params_are_one_for_all_or_one_for_each() -> None:
     assert [params for _, params, _ in split_prompts(["a", "b"], None, None)] == [SamplingParams()] * 2
     with pytest.raises(ValueError, match="3 prompts but 2 sampling_params"):
         split_prompts(["a", "b", "c"], [ONE, TWO], None)
-    with pytest.raises(TypeError, match="SamplingParams, not dict"):
-        split_prompts(["a"], [{"max_tokens": 3}], None)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, {1, 2}, iter(["a"]), np.array(3), torch.tensor(3)])
+def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
+    with pytest.raises(ValueError, match=f"prompts must be .* not {type(prompts).__name__}"):
+        split_prompts(prompts, ONE, None)
 
 
 def test_images_are_one_dict_for_one_prompt_and_a_list_for_several() -> None:
@@ -73,6 +77,8 @@ def test_images_are_one_dict_for_one_prompt_and_a_list_for_several() -> None:
     assert [mm for _, _, mm in split_prompts(["a", "b"], ONE, [None, images])] == [None, images]
     with pytest.raises(ValueError, match="one dict for 2 prompts"):
         split_prompts(["a", "b"], ONE, images)
+    with pytest.raises(ValueError, match="not str: 'ab'"):
+        split_prompts(["a", "b"], ONE, "ab")
     with pytest.raises(ValueError, match="2 prompts but 1 mm_inputs"):
         split_prompts(["a", "b"], ONE, [images])
 
@@ -90,7 +96,7 @@ def test_every_form_of_the_same_ids(ids: Any) -> None:
 @pytest.mark.parametrize("prompt, match", [
     ("", "empty prompt"), ([], "empty prompt"), ([100], "100 .*0 <= id < 100"), ([-1], "-1"), ([2**40], str(2**40)),
     ([1.5], "1.5"), ([True], "bool"), ([[1]], "list"), (np.array([1.0]), "float"), (None, "NoneType"),
-    ([1, IMAGE], "1 image placeholders"), (torch.tensor([[1]]), "one-dimensional")])
+    ("\ud800", "surrogates"), ([1, IMAGE], "1 image placeholders"), (torch.tensor([[1]]), "one-dimensional")])
 def test_bad_prompts_are_refused(prompt: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         build(prompt)

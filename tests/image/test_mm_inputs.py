@@ -82,6 +82,13 @@ def test_pixels_are_views():
     assert np.shares_memory(parse(prompt(SMALL), array)[0].pixels, array["pixel_values"])
 
 
+def test_bytes_of_another_order_are_turned():
+    mm_inputs = images(SMALL)
+    swapped = mm_inputs["pixel_values"].numpy().astype(">f4")
+    item, = parse(prompt(SMALL), mm_inputs | {"pixel_values": swapped})
+    assert torch.equal(torch.from_numpy(item.pixels), mm_inputs["pixel_values"])
+
+
 def test_images_and_videos_in_the_order_they_stand():
     ids = prompt(CLIP, pad=VIDEO) + prompt(SMALL) + prompt(CLIP, pad=VIDEO) + prompt(WIDE)
     items = parse(ids, {**images(SMALL, WIDE), **videos(CLIP, CLIP, second_per_grid_ts=[0.5, 2])})
@@ -175,6 +182,10 @@ def test_video_placeholders_are_counted_on_their_own():
     ({"pixel_values": "a.png", "image_grid_thw": [SMALL]}, "a.png"),
     ({"pixel_values": [[1.0], [2.0, 3.0]], "image_grid_thw": [SMALL]}, "rows of numbers"),
     ({"pixel_values": np.empty((16, 1176), object), "image_grid_thw": [SMALL]}, "object"),
+    ({"pixel_values": np.empty((16, 1176), np.longdouble), "image_grid_thw": [SMALL]}, "at most 64 bits"),
+    ({"pixel_values": pixels(SMALL).to_sparse(), "image_grid_thw": [SMALL]}, "dense tensor of real numbers"),
+    ({"pixel_values": pixels(SMALL).to("meta"), "image_grid_thw": [SMALL]}, "on device meta"),
+    ({"pixel_values": pixels(SMALL) + 0j, "image_grid_thw": [SMALL]}, "complex64"),
     (images((1, 0, 4)), r"\(1, 0, 4\).*positive multiples of 2"), (images((1, 4, 5)), r"\(1, 4, 5\).*multiples of 2"),
     (images((0, 4, 4)), r"\(0, 4, 4\)"), (images((2, 4, 4)), "an image has t = 1; pass a video as pixel_values_videos"),
     ({"pixel_values": pixels(SMALL), "image_grid_thw": [(1, -4, -4)]}, r"\(1, -4, -4\)"),
@@ -187,6 +198,7 @@ def test_video_placeholders_are_counted_on_their_own():
     (images(SMALL, video_hashes=None), "video_hashes"),
     ([images(SMALL)], "dict or None, not list"), ("image", "not str"),
     (images(SMALL, image_hashes=[1, 2]), "2 image_hashes but 1 rows of image_grid_thw"),
+    (images(SMALL, image_hashes=7), "one int for each image, not 7"),
     (images(SMALL, image_hashes=[]), "0 image_hashes but 1 rows"),
     ({"image_hashes": [1]}, "1 image_hashes but 0 rows of image_grid_thw.* grid is always needed"),
     (images(SMALL, image_hashes=[1.5]), "image hash 1.5 at index 0"), (images(SMALL, image_hashes=["a"]), "'a'"),

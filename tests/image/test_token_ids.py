@@ -28,6 +28,7 @@ def test_token_ids_are_a_list_of_their_own():
     ([VOCAB], "token id 100 at index 0 .* 0 <= id < 100"), ([3, -1], "token id -1 at index 1"),
     ([2**40], str(2**40)), ([2**80], str(2**80)), (np.array([1, 2**40]), str(2**40)), (torch.tensor([-5]), "-5"),
     ([1.5], "1.5 at index 0 .* float"), ([1, 2.0], "2.0 at index 1"), (np.array([1.0, 2.0]), "float64"),
+    (np.array([1], object), "object"),
     (torch.tensor([1.5]), "float32"), (torch.tensor([1.0], dtype=torch.bfloat16), "bfloat16"),
     ([True], "True at index 0"), ([1, np.True_], "True at index 1"), (np.array([True]), "bool"),
     (torch.tensor([True]), "bool"), ([torch.tensor(True)], "bool"), ([1, None], "None at index 1"),

@@ -7,6 +7,7 @@ from torch import nn
 from nanovllm.layers.activation import GatedMLP
 from nanovllm.layers.embedding import VocabEmbedding
 from nanovllm.layers.linear import MergedLinear
+from nanovllm.parallel import ALONE
 
 
 def fill(module: nn.Module) -> None:
@@ -16,7 +17,7 @@ def fill(module: nn.Module) -> None:
 
 
 def test_merged_rows_are_the_parts_in_order():
-    layer = MergedLinear(6, {"q_proj": 8, "k_proj": 4, "v_proj": 4}, bias=True)
+    layer = MergedLinear(6, {"q_proj": ALONE.split(8), "k_proj": ALONE.split(4), "v_proj": ALONE.split(4)}, bias=True)
     fill(layer)
     x = torch.randn(3, 6)
     q, k, v = layer.forward_parts(x)

@@ -1,0 +1,192 @@
+"""One rank's place in tensor parallelism: its share of every size, and what it sends to and gets from the others."""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT = timedelta(minutes=5)     # of a rank that waits for another one
+
+
+class Group(Protocol):
+    """What a rank needs of a backend of torch.distributed; a call returns work to wait for, or None if it is done."""
+
+    def allreduce(self, tensors: list[Tensor], options: Any, /) -> dist.Work | None: ...
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any, /) -> dist.Work | None: ...
+    def broadcast(self, tensors: list[Tensor], options: Any, /) -> dist.Work | None: ...
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """The stretch [start, stop) of an axis of `total` that a rank keeps; in its tensors it has `size`, zeros behind."""
+
+    total: int
+    start: int
+    stop: int
+    size: int
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A rank of `size`, given to whatever is split; every rank makes the same calls in the same order.
+
+    `group` connects the ranks; None where there is only one, and then every call returns what it was given. With
+    `spread_images` the vision tower is whole on every rank, and each encodes other images.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Group | None = None
+    spread_images: bool = False
+
+    @property
+    def vision(self) -> TensorParallel:
+        """What the vision tower is split by."""
+        return ALONE if self.spread_images else self
+
+    # ------------------------------------------------------------ shares
+
+    def split(self, total: int, first: int = 0, among: int | None = None) -> Part:
+        """An equal share, rounded up, of the `total` places from `first` on; `among`: length of the whole axis."""
+        size = -(-total // self.size)
+        start, stop = (min(rank * size, total) for rank in (self.rank, self.rank + 1))
+        return Part(total if among is None else among, first + start, first + stop, size)
+
+    def split_kv(self, num_kv_heads: int, head_dim: int) -> Part:
+        """The share of key or value heads, in rows; where there are fewer heads than ranks, each has copies."""
+        if self.size <= num_kv_heads:
+            return self.split(num_kv_heads * head_dim)
+        start = self.rank * num_kv_heads // self.size * head_dim
+        return Part(num_kv_heads * head_dim, start, start + head_dim, head_dim)
+
+    def num_kv_heads(self, total: int) -> int:
+        """KV heads on each rank."""
+        return self.split_kv(total, 1).size
+
+    # ------------------------------------------------------------ traffic
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x summed over the ranks, in place: contiguous, of any shape, the same on all of them."""
+        if self.group is not None:
+            options = dist.AllreduceOptions()
+            options.asyncOp = False
+            _wait(self.group.allreduce([x], options))
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """On rank 0 all ranks' x `[rows, n]` side by side, `[rows, size * n]`; elsewhere the rank's own x."""
+        if self.group is None:
+            return x
+        options = dist.GatherOptions()
+        options.rootRank, options.asyncOp = 0, False
+        parts = [torch.empty_like(x) for _ in range(self.size if self.rank == 0 else 0)]
+        _wait(self.group.gather([parts] if parts else [], [x], options))
+        return torch.cat(parts, dim=-1) if parts else x
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """x of rank `source`, written over that of the others: contiguous, of one shape and dtype on all of them."""
+        if self.group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.asyncOp = source, False
+            _wait(self.group.broadcast([x], options))
+        return x
+
+    def abort(self) -> None:
+        """Breaks off whatever this rank waits for, from any thread; the group is of no use any more."""
+        if self.group is not None:
+            self.group.abort()
+
+    def smallest(self, values: list[int], device: torch.device) -> list[int]:
+        """The smallest of the ranks' numbers, place by place."""
+        if self.group is None:
+            return values
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp.MIN, False
+        numbers = torch.tensor(values, dtype=torch.int64, device=device)
+        _wait(self.group.allreduce([numbers], options))
+        return numbers.tolist()
+
+
+ALONE = TensorParallel()
+
+
+def _wait(work: dist.Work | None) -> None:
+    """Until the result may be used; on a GPU that is the current stream's matter, not the host's."""
+    if work is not None:
+        work.wait()
+
+
+# ---------------------------------------------------------------- groups
+
+def connect(store: Store, rank: int, size: int, device: torch.device, spread_images: bool) -> TensorParallel:
+    """This rank with a group of its own over `store`, NCCL on GPUs and gloo on CPUs; no other group is touched.
+
+    Raises RuntimeError if not all ranks have called it within `TIMEOUT`.
+    """
+    kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+    with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
+        group = kind(store, rank, size, timeout=TIMEOUT)
+    return TensorParallel(rank, size, group, spread_images)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Sets variables for what is made in the block: these two keep NCCL, when a rank has died, from ending the whole
+    program by a thread of its own; whoever started the ranks watches them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def host_store() -> TCPStore:
+    """A store where ranks on this machine find each other; the system chooses its port, so that none is taken."""
+    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def join_store(port: int) -> TCPStore:
+    """The store that another process of this machine hosts."""
+    return TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
+
+
+def launched_rank(size: int) -> int | None:
+    """The rank of this process among `size` that a launcher such as torchrun has started; None if it is on its own.
+
+    Raises ValueError if they are another number.
+    """
+    rank, world = os.environ.get("RANK"), int(os.environ.get("WORLD_SIZE", 1))
+    if rank is None or world == 1:
+        return None
+    if world != size:
+        raise ValueError(f"tensor_parallel_size={size}, but WORLD_SIZE={world} processes were launched: launch "
+                         f"{size}, or give tensor_parallel_size={world}")
+    return int(rank)
+
+
+def launched_store(rank: int, size: int) -> Store:
+    """What the launched processes share, each engine of theirs under keys of its own.
+
+    The store of the default process group if there is one, else that of MASTER_ADDR and MASTER_PORT.
+    """
+    if dist.is_initialized():
+        shared = dist.distributed_c10d._get_default_store()
+    else:
+        shared, _, _ = next(rendezvous("env://", rank, size, timeout=TIMEOUT))
+    number = shared.add(f"nanovllm engines of rank {rank}", 1)      # ranks make their engines in the same order
+    return PrefixStore(f"nanovllm engine {number}", shared)
