@@ -14,13 +14,13 @@ from tqdm.auto import tqdm
 
 from nanovllm import LLM
 from nanovllm.quality.__main__ import choose_questions
-from nanovllm.quality.measure import ONE_ROW, Examiner, Outcome, measure
+from nanovllm.quality.measure import ONE_ROW, Examiner, measure
 from nanovllm.quality.questions import Question
 from nanovllm.reuse_file import FILE_NAME, KEY
 
 
-def layer_errors(examiner: Examiner, questions: Sequence[Question], bar: tqdm) -> tuple[list[float], list[Outcome]]:
-    """Mean KL, in nats, for each l from 0 to the number of layers, and the outcomes behind them.
+def layer_errors(examiner: Examiner, questions: Sequence[Question], bar: tqdm) -> list[float]:
+    """Mean KL, in nats, for each l from 0 to the number of layers.
 
     All rows of the pictures are computed in the first l layers and one row above: how far the first token's
     distribution is from full prefill's is the error that reuse in the layers from l on brings in.
@@ -29,7 +29,7 @@ def layer_errors(examiner: Examiner, questions: Sequence[Question], bar: tqdm) -
     ratios = [(1.0,) * layer + (ONE_ROW,) * (num_layers - layer) for layer in range(num_layers + 1)]
     outcomes = measure(examiner, questions, ratios, bar.update)
     return [fmean(outcome.kl for outcome in outcomes if outcome.setting == layer)
-            for layer in range(num_layers + 1)], outcomes
+            for layer in range(num_layers + 1)]
 
 
 def shares_of(errors: Sequence[float]) -> list[float]:
@@ -67,9 +67,12 @@ def num_rows(ratios: Sequence[float], image_sizes: Sequence[int]) -> int:
     return sum(math.ceil(ratio * size) for ratio in ratios for size in image_sizes)
 
 
-def image_sizes_of(outcomes: Sequence[Outcome]) -> list[int]:
-    """Image tokens of each question."""
-    return [outcome.image_tokens for outcome in outcomes if outcome.setting == -1]
+def image_sizes_of(examiner: Examiner, questions: Sequence[Question]) -> list[int]:
+    """Tokens of each image of the questions."""
+    vision = examiner.llm.config.model_config.vision
+    assert vision is not None
+    return [math.prod(grid) // vision.spatial_merge_size**2 for question in questions
+            for grid in examiner.prompts.asking(question)["image_grid_thw"].tolist()]
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -92,9 +95,9 @@ def main(argv: list[str] | None = None) -> None:
     questions = choose_questions(args.questions, args.limit)
     with (LLM(args.model, device=args.device, enable_prefix_caching=False) as llm,
           tqdm(total=len(questions), desc="Questions", dynamic_ncols=True) as bar):
-        errors, outcomes = layer_errors(Examiner(llm, max_tokens=1), questions, bar)
+        examiner = Examiner(llm, max_tokens=1)
+        errors, sizes = layer_errors(examiner, questions, bar), image_sizes_of(examiner, questions)
         out = args.out or Path(llm.config.model_config.path, FILE_NAME)
-    sizes = image_sizes_of(outcomes)
     ratios = ratios_of(errors, args.budget, sizes)
     out.write_text(json.dumps({KEY: ratios, "budget": args.budget, "num_questions": len(questions),
                                "kl_with_layers_computed": errors}, indent=2) + "\n", encoding="utf-8")
