@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm.checks import check_bool, check_choice, check_int, check_number
 from nanovllm.model_config import DTYPES, ModelConfig
+from nanovllm.reuse_file import read_model_ratios
 from nanovllm.sampling_params import check_seed, parse_recompute_ratio
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -37,7 +38,9 @@ class Config:
     num_kvcache_blocks: int = -1            # -1: as many as the memory holds
     kvcache_memory_gb: float = 1.0          # GiB of KV pool on the CPU
     encoder_cache_ratio: float = 0.2        # encoder cache / (encoder cache + KV pool), in bytes
-    recompute_ratio: float | tuple[float, ...] = 0.0    # of a reused image's tokens; one, or one per layer; 0: no reuse
+    # Share of a reused image's tokens that is computed again: one number, or one per layer; 0: no reuse. A path: read
+    # from a file that nanovllm.calibrate wrote; "auto": from the model folder's reuse.json. Resolved to numbers.
+    recompute_ratio: float | tuple[float, ...] = 0.0
     reuse_any_ordinal: bool = False         # reuse an image from another place in the order of images, too
     image_kv_variants: int = 4              # entries per image, one per ordinal
     enable_prefix_caching: bool = True
@@ -85,16 +88,22 @@ class Config:
                                            "a number of GiB above 0"),
             encoder_cache_ratio=check_number("encoder_cache_ratio", self.encoder_cache_ratio, lambda x: 0 <= x < 1,
                                              "a number from 0 to below 1"),
-            recompute_ratio=parse_recompute_ratio(self.recompute_ratio))
+            recompute_ratio=self.recompute_ratio if self._asks_the_folder else parse_recompute_ratio(
+                self.recompute_ratio))
+
+    @property
+    def _asks_the_folder(self) -> bool:
+        return isinstance(self.recompute_ratio, str) and self.recompute_ratio == "auto"
 
     def _resolved(self, model_config: ModelConfig) -> dict[str, Any]:
         """The options that depend on the model."""
         check_ranks(self.tensor_parallel_size, self.vision_parallel, model_config)
         limit = model_config.text.max_position_embeddings
         default = 32768 if model_config.vision is not None else 4096
+        ratio = read_model_ratios(model_config.path) if self._asks_the_folder else self.recompute_ratio
         return dict(
             model=model_config.path, model_config=model_config,
-            recompute_ratio=parse_recompute_ratio(self.recompute_ratio, model_config.text.num_layers),
+            recompute_ratio=parse_recompute_ratio(ratio, model_config.text.num_layers),
             max_model_len=min(default if self.max_model_len is None else self.max_model_len, limit),
             dtype=model_config.dtype if self.dtype == "auto" else self.dtype)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from nanovllm.checks import check_bool, check_int, check_number
+from nanovllm.reuse_file import read_ratios
 
 MAX_SEED = 2**63 - 1
 
@@ -14,11 +16,16 @@ MAX_SEED = 2**63 - 1
 def parse_recompute_ratio(value: Any, num_layers: int | None = None) -> float | tuple[float, ...]:
     """The share of an image's leading tokens to recompute, as one float or as a tuple of one float per decoder layer.
 
-    With `num_layers` a list must have that length, and comes back as one number where all its numbers are equal. Raises
-    ValueError for that, for anything outside [0, 1] and for a list that increases with depth: a row computed in layer l
-    needs its hidden state of layer l - 1.
+    A path is read as `nanovllm.calibrate` wrote it. With `num_layers` a list must have that length, and comes back as
+    one number where all its numbers are equal. Raises ValueError for that, for anything outside [0, 1] and for a list
+    that increases with depth: a row computed in layer l needs its hidden state of layer l - 1.
     """
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+    if isinstance(value, str) and value == "auto":
+        raise ValueError("recompute_ratio='auto': give it to LLM(...), which knows the model's folder; a request takes "
+                         "a number, one per decoder layer, or a path")
+    if isinstance(value, (str, Path)):
+        value = read_ratios(value)
+    if isinstance(value, bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         return check_number("recompute_ratio", value, lambda x: 0 <= x <= 1,
                             "a number from 0 (off) to 1, or one such number per decoder layer")
     ratios = tuple(check_number("recompute_ratio", x, lambda x: 0 <= x <= 1, "numbers from 0 to 1") for x in value)
@@ -50,7 +57,8 @@ class SamplingParams:
     logprobs: n: each generated token gets {token id: log-probability} of the n most likely ones and of itself, from
     the raw logits; -1: of the whole vocabulary; None: nothing.
     recompute_ratio: share of the leading tokens of a reused image that are computed again, one number or one per
-    decoder layer, not increasing; 0: no reuse; None: the engine's. See `parse_recompute_ratio`.
+    decoder layer, not increasing, or the path of a file that `nanovllm.calibrate` wrote; 0: no reuse; None: the
+    engine's. See `parse_recompute_ratio`.
     reuse_any_ordinal: whether an image may be reused from another ordinal (number of images before it); None: the
     engine's. cache_salt: requests share cached data only with requests of the same salt.
 
@@ -78,7 +86,7 @@ class SamplingParams:
         top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int | None = None,
         repetition_penalty: float = 1.0, min_tokens: int = 0, stop: str | Sequence[str] | None = None,
         stop_token_ids: Iterable[int] | None = None, logprobs: int | None = None,
-        recompute_ratio: float | Sequence[float] | None = None, reuse_any_ordinal: bool | None = None,
+        recompute_ratio: float | Sequence[float] | str | Path | None = None, reuse_any_ordinal: bool | None = None,
         cache_salt: str | None = None,
     ) -> None:
         values = dict(

@@ -15,9 +15,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "nanovllm").rglob("*.py"))
 EVERYTHING = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py")),
+              *sorted((ROOT / "tools" / "shapes").rglob("*.py")), ROOT / "tools" / "train_shapes_vl.py",
               *sorted(ROOT.glob("*.py"))]
 
-WORDS = {"checks", "config", "metrics", "model_config", "outputs", "plan", "sampling_params"}
+WORDS = {"checks", "config", "metrics", "model_config", "outputs", "plan", "reuse_file", "sampling_params"}
 # Modules of engine/ that are rooms of their own; the rest of engine/ is policy.
 ENGINE_ROOMS = {"encoder_cache_manager", "llm_engine", "model_runner", "ranked_runner"}
 ARROWS = {
@@ -38,6 +39,8 @@ ARROWS = {
     "llm_engine": {"image", "model_runner", "policy", "ranked_runner"},
     "llm": {"llm_engine", "policy"},
     "package": {"llm"},
+    "quality": {"package"},                     # like a user of the library
+    "calibrate": {"package", "quality"},
 }
 TORCH_FREE = {"words", "image", "policy", "package"}
 TORCH_FREE_PACKAGES = {"numpy", "xxhash", "huggingface_hub"}
@@ -48,7 +51,7 @@ ONLY_IN = {
     "flash_attn_interface": {"attention.flash"},
     "triton": {"kernels.*"},
     "torch.distributed": {"parallel", "runner.workers"},
-    "transformers": {"engine.llm_engine"},
+    "transformers": {"engine.llm_engine", "quality.prompts"},
 }
 CONFIG_KEYS = {
     "architectures", "attention_bias", "in_chans", "layer_types", "max_window_layers", "num_attention_heads",

@@ -133,3 +133,23 @@ def test_hub_without_network_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -
 def test_home_folder_is_expanded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(Path(model).parent))
     assert resolve_model_path(f"~/{Path(model).name}") == model
+
+
+def test_ratio_from_a_file(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "ratios.json"
+    file.write_text('{"recompute_ratio": [0.5, 0.25, 0]}')
+    assert Config(model, recompute_ratio=str(file)).recompute_ratio == (0.5, 0.25, 0.0)  # type: ignore[arg-type]
+    file.write_text("0.25")
+    assert Config(model, recompute_ratio=file).recompute_ratio == 0.25  # type: ignore[arg-type]
+    for wrong in ("[0.1, 0.2, 0.3]", "[0.1]", "[2]", "{}", "[", '["a"]', "null", "[]"):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match="give "):
+            Config(model, recompute_ratio=str(file))  # type: ignore[arg-type]
+
+
+def test_auto_ratio_is_the_model_folders(tmp_path: Path) -> None:
+    folder = make_qwen3(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"recompute_ratio='auto': give .* nanovllm.calibrate"):
+        Config(str(folder), recompute_ratio="auto")  # type: ignore[arg-type]
+    (folder / "reuse.json").write_text('{"recompute_ratio": [0.5, 0.25, 0]}')
+    assert Config(str(folder), recompute_ratio="auto").recompute_ratio == (0.5, 0.25, 0.0)  # type: ignore[arg-type]

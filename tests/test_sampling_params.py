@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,3 +89,14 @@ def test_ratio_per_layer() -> None:
     for wrong in ([0.5, 0.5, 0.5], [0.5]):
         with pytest.raises(ValueError, match=f"has {len(wrong)} numbers.* 2 decoder layers"):
             parse_recompute_ratio(wrong, num_layers=2)
+
+
+def test_ratio_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "ratios.json"
+    file.write_text('{"recompute_ratio": [0.5, 0.25]}')
+    assert SamplingParams(recompute_ratio=file).recompute_ratio == (0.5, 0.25)
+    assert SamplingParams(recompute_ratio=str(file)).recompute_ratio == (0.5, 0.25)
+    with pytest.raises(ValueError, match=r"recompute_ratio='auto': give it to LLM"):
+        SamplingParams(recompute_ratio="auto")
+    with pytest.raises(ValueError, match=r"recompute_ratio='nowhere.json': give .* nanovllm.calibrate"):
+        SamplingParams(recompute_ratio="nowhere.json")

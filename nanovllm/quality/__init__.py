@@ -1,0 +1,1 @@
+"""Finds out how right reuse is: questions, answered in full and with reused image KV, compared."""

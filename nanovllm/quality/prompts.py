@@ -1,0 +1,66 @@
+"""Turns questions into what `LLM.generate` takes, and their pictures into prompts of another kind."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from transformers import AutoProcessor
+
+from nanovllm.quality.pictures import draw
+from nanovllm.quality.questions import Message, Question
+from nanovllm.quality.shapes import Scene
+
+Inputs = Mapping[str, Any]
+FIRST_SEEN = ("elsewhere", "bare")
+# Moves the pictures of most prompts by more than a hundred positions.
+OTHER_SYSTEM = " ".join([
+    "This is another conversation, and what follows has nothing to do with what will be asked later on.",
+    "Look at what is shown, from left to right and from top to bottom, and say in a few plain words what it is.",
+    "Do not guess, do not invent anything, and do not repeat yourself."] * 4)
+OTHER_QUESTION = "what is shown here?"
+
+
+class Prompts:
+    """A model's processor, and the prompts it makes."""
+
+    def __init__(self, model_path: str, vision_start: int | None, image: int | None, vision_end: int | None) -> None:
+        self.processor = AutoProcessor.from_pretrained(model_path)
+        self.picture_text = "".join(self.processor.tokenizer.convert_ids_to_tokens([vision_start, image, vision_end]))
+
+    def asking(self, question: Question) -> Inputs:
+        """The question itself."""
+        return self._chat(question.messages, open_pictures(question.pictures))
+
+    def showing(self, question: Question, first_seen: str) -> Inputs:
+        """The same pictures in the same order: "elsewhere", behind a long system text and before another question, or
+        "bare", without a chat around them."""
+        pictures = open_pictures(question.pictures)
+        if first_seen == "bare":
+            text = self.picture_text * len(pictures) + OTHER_QUESTION
+            return self.processor(text=[text], images=pictures, return_tensors="pt")
+        user = [{"type": "image"}] * len(pictures) + [{"type": "text", "text": OTHER_QUESTION}]
+        return self._chat(({"role": "system", "content": [{"type": "text", "text": OTHER_SYSTEM}]},
+                           {"role": "user", "content": user}), pictures)
+
+    def _chat(self, messages: Sequence[Message], pictures: list[Image.Image]) -> Inputs:
+        waiting = iter(pictures)
+        filled = [message | {"content": [
+            {"type": "image", "image": next(waiting)} if part.get("type") == "image" else part
+            for part in message["content"]]} if isinstance(message["content"], list) else message
+            for message in messages]
+        return self.processor.apply_chat_template(
+            filled, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+
+
+def open_pictures(pictures: Sequence[Any]) -> list[Image.Image]:
+    """Pictures from paths and scenes."""
+    opened = []
+    for picture in pictures:
+        if isinstance(picture, Scene):
+            opened.append(Image.fromarray(draw([picture])[0].numpy()))
+        else:
+            with Image.open(Path(picture)) as image:
+                opened.append(image.convert("RGB"))
+    return opened

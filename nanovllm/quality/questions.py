@@ -1,0 +1,86 @@
+"""Reads questions about pictures from a file, one JSON object a line."""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanovllm.quality.shapes import held_out
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: a chat whose content parts of type "image" stand for `pictures`, in their order."""
+
+    messages: tuple[Message, ...]
+    pictures: tuple[Any, ...]       # paths, or scenes that are painted when they are needed
+    kind: str = "all"
+    answer: str | None = None
+
+
+def chat(question: str, num_pictures: int, before: str = "", question_first: bool = False) -> tuple[Message, ...]:
+    """One user turn: text, pictures, question; or the question before the pictures."""
+    pictures = [{"type": "image"}] * num_pictures
+    asked = [{"type": "text", "text": question}]
+    content = asked + pictures if question_first else pictures + asked
+    return ({"role": "user", "content": ([{"type": "text", "text": before}] if before else []) + content},)
+
+
+def builtin_questions(num_per_kind: int) -> Iterator[Question]:
+    """The held-out questions of the model in assets/shapes-vl, made from their seed."""
+    for asked in held_out(num_per_kind):
+        yield Question(chat(asked.question, len(asked.scenes), asked.before, asked.question_first), asked.scenes,
+                       asked.kind, asked.answer)
+
+
+def read_questions(file: str | Path) -> list[Question]:
+    """The questions of a JSONL file: `images` (paths, from the file's folder), `question` or `messages` in the form of
+    chat templates, and if wanted `before` (text in front of the pictures), `kind` and `answer`.
+
+    Raises ValueError naming file and line for one that lacks something, has an unknown key or names no picture.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"questions {path}: there is no such file; give a JSONL file, or --builtin")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    questions = [_parse(line, f"{path} line {number}", path.parent)
+                 for number, line in enumerate(lines, 1) if line.strip()]
+    if not questions:
+        raise ValueError(f"questions {path}: the file is empty; give one JSON object a line")
+    return questions
+
+
+def _parse(line: str, where: str, folder: Path) -> Question:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({error}): give one object a line") from error
+    known = {"images", "question", "messages", "before", "kind", "answer"}
+    if not isinstance(entry, dict) or entry.keys() - known:
+        raise ValueError(f"{where}: give an object with keys among {sorted(known)}")
+    images = entry.get("images")
+    if not isinstance(images, list) or not images:
+        raise ValueError(f"{where}: images={images!r}: give a list of paths of at least one picture")
+    pictures = tuple(folder / image for image in images)
+    for picture in pictures:
+        if not picture.is_file():
+            raise ValueError(f"{where}: {picture} is no file; paths start at the folder of the questions")
+    if ("question" in entry) == ("messages" in entry):
+        raise ValueError(f"{where}: give either question or messages")
+    if "messages" in entry and "before" in entry:
+        raise ValueError(f"{where}: before goes with question; with messages, put the text into them")
+    messages = (tuple(entry["messages"]) if "messages" in entry else
+                chat(entry["question"], len(pictures), entry.get("before", "")))
+    if (placed := num_image_parts(messages)) != len(pictures):
+        raise ValueError(f"{where}: messages have {placed} parts of type image, and images has {len(pictures)}")
+    answer = entry.get("answer")
+    return Question(messages, pictures, entry.get("kind", "all"), None if answer is None else str(answer))
+
+
+def num_image_parts(messages: tuple[Message, ...]) -> int:
+    return sum(part.get("type") == "image" for message in messages if isinstance(message["content"], list)
+               for part in message["content"])
