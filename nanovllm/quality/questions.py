@@ -31,7 +31,7 @@ def chat(question: str, num_pictures: int, before: str = "", question_first: boo
 
 
 def builtin_questions(num_per_kind: int) -> Iterator[Question]:
-    """The held-out questions of the model in assets/shapes-vl, made from their seed."""
+    """Questions about coloured shapes, made from their seed, that `tools/train_shapes_vl.py` never trains on."""
     for asked in held_out(num_per_kind):
         yield Question(chat(asked.question, len(asked.scenes), asked.before, asked.question_first), asked.scenes,
                        asked.kind, asked.answer)
