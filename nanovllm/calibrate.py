@@ -13,7 +13,7 @@ from statistics import fmean
 from tqdm.auto import tqdm
 
 from nanovllm import LLM
-from nanovllm.quality.__main__ import choose_questions
+from nanovllm.quality.__main__ import choose_questions, question_parser
 from nanovllm.quality.measure import ONE_ROW, Examiner, measure
 from nanovllm.quality.questions import Question
 from nanovllm.reuse_file import FILE_NAME, KEY
@@ -76,15 +76,9 @@ def image_sizes_of(examiner: Examiner, questions: Sequence[Question]) -> list[in
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m nanovllm.calibrate", description=__doc__)
-    parser.add_argument("model", help="folder or hub id of a vision-language model")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--questions", type=Path, help="a JSONL file as nanovllm.quality takes it")
-    source.add_argument("--builtin", action="store_true", help="questions about shapes")
+    parser = question_parser("python -m nanovllm.calibrate", __doc__)
     parser.add_argument("--budget", type=float, default=0.05, help="the flat ratio whose rows may be spent")
-    parser.add_argument("--limit", type=int, help="questions at most")
     parser.add_argument("--out", type=Path, help=f"default: {FILE_NAME} in the model's folder")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     return parser.parse_args(argv)
 
 

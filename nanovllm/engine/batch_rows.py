@@ -44,7 +44,6 @@ class BatchRows:
         seq.resets_row = True
         params = seq.sampling_params
         self.num_blocks[row] = 0
-        self.block_tables[row] = 0
         self.temperature[row] = params.temperature
         self.top_k[row] = min(params.top_k, INT64_LIMIT - 1)
         self.top_p[row] = params.top_p

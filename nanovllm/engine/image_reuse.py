@@ -6,9 +6,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from nanovllm.engine.image_kv_table import ImageKVEntry
+from nanovllm.engine.sequence import Range
 from nanovllm.plan import KVCopy
-
-Range = tuple[int, int]
 
 
 def compress_ratios(ratio: float | SequenceOf[float]) -> tuple[float, ...] | None:

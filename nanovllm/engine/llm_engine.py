@@ -23,7 +23,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stop_strings import StopStrings
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepResult
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, parse_recompute_ratio
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class LLMEngine:
         try:
             self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks, self.runner.encoder_cache)
             self.planner = Planner(self.scheduler.rows, self.config.kvcache_block_size,
-                                   num_axes=1 if model_config.text.rope.mrope_section is None else 3)
+                                   self.runner.num_axes)
         except BaseException:
             self._close()       # now: whoever keeps the traceback keeps this object, and with it the device's memory
             raise
@@ -252,9 +252,8 @@ class LLMEngine:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}: {params!r:.80}")
         vocab, layers = self.config.model_config.text.vocab_size, self.config.model_config.text.num_layers
-        if isinstance(params.recompute_ratio, tuple) and len(params.recompute_ratio) != layers:
-            raise ValueError(f"recompute_ratio has {len(params.recompute_ratio)} numbers: give one number, or one for "
-                             f"each of the model's {layers} decoder layers")
+        if params.recompute_ratio is not None:
+            parse_recompute_ratio(params.recompute_ratio, layers)
         outside = [i for i in params.stop_token_ids or () if not 0 <= i < vocab]
         if outside:
             raise ValueError(f"stop_token_ids {outside} are outside the vocabulary: 0 <= id < {vocab}")

@@ -39,6 +39,7 @@ from nanovllm.runner.warm_up import (
     largest_picture,
     largest_step,
     max_patches_a_call,
+    num_position_axes,
     num_warm_up_blocks,
 )
 
@@ -90,6 +91,7 @@ class ModelRunner:
         self.sampler = Sampler(text.vocab_size, config.max_num_seqs, known_vocab, self.device, self.backend.fused)
         # By batch row; one more for the rows that fill up a captured step.
         self.last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
+        self.num_axes = num_position_axes(config)
         self.max_patches_a_call = max_patches_a_call(config)
         self.decode_graphs: DecodeGraphs | None = None
         self.span_graphs: SpanGraphs | None = None
@@ -211,14 +213,13 @@ class ModelRunner:
     def _capture_graphs(self) -> None:
         start, config = perf_counter(), self.config
         before = torch.cuda.memory_reserved(self.device)
-        axes = 1 if config.model_config.text.rope.mrope_section is None else 3
         pool = torch.cuda.graph_pool_handle()
         self.decode_graphs = DecodeGraphs(self.model, self.sampler, self.kv_cache, self.last_ids,
-                                          graph_sizes(config.max_num_seqs), axes, config.max_model_len, pool,
+                                          graph_sizes(config.max_num_seqs), self.num_axes, config.max_model_len, pool,
                                           self.parallel)
         buckets = bucket_sizes(config.max_num_batched_tokens)
         if buckets:
-            self.span_graphs = SpanGraphs(self.model, self.kv_cache, buckets, axes, config.max_model_len, pool)
+            self.span_graphs = SpanGraphs(self.model, self.kv_cache, buckets, self.num_axes, config.max_model_len, pool)
         logger.info("%d CUDA graphs took %.1f s and %.0f MiB", len(self.decode_graphs.sizes) + len(buckets),
                     perf_counter() - start, (torch.cuda.memory_reserved(self.device) - before) / 2**20)
 

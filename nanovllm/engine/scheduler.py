@@ -1,7 +1,6 @@
 """Decides what each step computes: which spans of which sequences, within the token budget and the blocks there are."""
 from __future__ import annotations
 
-import logging
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence as SequenceOf
@@ -16,8 +15,6 @@ from nanovllm.engine.image_planner import ImagePlanner
 from nanovllm.engine.scheduled import ScheduledSeq, ScheduledStep, take_rows
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.metrics import EngineStats
-
-logger = logging.getLogger(__name__)
 
 
 class Scheduler:

@@ -39,19 +39,25 @@ def choose_questions(file: Path | None, limit: int | None) -> list[Question]:
     return list(islice(builtin_questions(per_kind), limit))
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m nanovllm.quality", description=__doc__)
+def question_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """Arguments of a command that asks a model questions: model, questions, how many, device."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("model", help="folder or hub id of a vision-language model")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--questions", type=Path, help="JSONL: images, question or messages; before, kind, answer")
     source.add_argument("--builtin", action="store_true", help="questions about shapes, 200 of each kind")
+    parser.add_argument("--limit", type=int, help="questions at most")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    return parser
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = question_parser("python -m nanovllm.quality", __doc__)
     parser.add_argument("--ratios", nargs="+", default=DEFAULT_RATIOS,
                         help='numbers, "row" for one row of each picture, or files that nanovllm.calibrate wrote')
-    parser.add_argument("--limit", type=int, help="questions at most")
     parser.add_argument("--first-seen", choices=FIRST_SEEN, default="elsewhere",
                         help="what was around the pictures when they were first seen")
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--plot", type=Path, help="draw accuracy and KL against the share of rows computed")
     return parser.parse_args(argv)

@@ -36,6 +36,11 @@ def num_warm_up_blocks(config: Config) -> int:
     return -(-config.max_model_len // config.kvcache_block_size)
 
 
+def num_position_axes(config: Config) -> int:
+    """Axes of a rotary position: 1 for text models, 3 (t, h, w) for M-RoPE."""
+    return 1 if config.model_config.text.rope.mrope_section is None else 3
+
+
 def largest_step(config: Config) -> StepPlan:
     """A step of max_num_batched_tokens tokens that asks for all max_num_seqs next tokens, sampled with every filter.
 
@@ -46,7 +51,7 @@ def largest_step(config: Config) -> StepPlan:
     lengths = np.array([config.max_model_len] * full + [rest] * (rest > 0), np.int64)
     tables = np.tile(np.arange(num_warm_up_blocks(config), dtype=np.int32), (len(lengths), 1))
     spans = SpanTable(config.max_model_len - lengths, lengths, tables)
-    axes = 1 if config.model_config.text.rope.mrope_section is None else 3
+    axes = num_position_axes(config)
     positions = np.concatenate([np.arange(config.max_model_len - n, config.max_model_len) for n in lengths])
     num_rows = min(config.max_num_seqs, num_tokens)
     return StepPlan(token_ids=np.zeros(num_tokens, np.int64), positions=np.tile(positions, (axes, 1)),

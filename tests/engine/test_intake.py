@@ -10,22 +10,9 @@ import torch
 
 from nanovllm.engine.intake import ImageNames, build_sequence, split_prompts
 from nanovllm.engine.sequence import Sequence
-from nanovllm.model_config import ModelConfig, RopeConfig, TextConfig, VisionConfig
 from nanovllm.sampling_params import SamplingParams
+from tests.image.test_mm_inputs import IMAGE, MODEL
 
-IMAGE, VIDEO = 90, 91
-TEXT = TextConfig(
-    hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=100,
-    rms_norm_eps=1e-6, tie_word_embeddings=True, qkv_bias=True, o_bias=False, qk_norm=False,
-    max_position_embeddings=4096, rope=RopeConfig("default", 5000.0, (2, 3, 3)))
-VISION = VisionConfig(
-    depth=1, hidden_size=48, num_heads=3, intermediate_size=80, out_hidden_size=64, patch_size=14,
-    spatial_merge_size=2, temporal_patch_size=2, in_channels=3, window_size=112, fullatt_block_indexes=(0,),
-    tokens_per_second=2)
-MODEL = ModelConfig(
-    path="here", architecture="Qwen2_5_VLForConditionalGeneration", text=TEXT, vision=VISION, image_token_id=IMAGE,
-    video_token_id=VIDEO, vision_start_token_id=92, vision_end_token_id=93, eos_token_ids=frozenset({1}),
-    dtype="float32")
 GRID = (1, 4, 4)                                        # 56x56 pixels: 16 patches, 4 tokens
 ONE, TWO = SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)
 
