@@ -110,7 +110,8 @@ def _outcome(posed: Posed, setting: int, logprobs: Tensor, full: Tensor, share: 
 
 def measure(bench: Bench, experiment: Experiment, choices: Sequence[Choice], per_kind: int, seed: int) -> list[Outcome]:
     rng = random.Random(f"first seen {seed}")
-    questions = experiment.questions(per_kind, seed)
+    questions = sorted(experiment.questions(per_kind, seed), key=lambda question: (     # less padding
+        question.kind == "text before", sum(scene.height * scene.width for scene in question.pictures)))
     outcomes: list[Outcome] = []
     with tqdm(total=len(questions), desc="Questions") as bar:
         for first in range(0, len(questions), BATCH):
