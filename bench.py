@@ -3,6 +3,7 @@
     python bench.py                                     256 requests of 100..1024 tokens in and out
     python bench.py --mode latency                      batches of 1, 8 and 32
     python bench.py --mode image --size 3b              a 3840x2160 picture, cold and warm, at several ratios
+    python bench.py --size 8b --tp 2                    the model shared by two GPUs
     python bench.py --size 0.6b --num-seqs 8 --max-input 200 --max-output 100 --compare transformers
 
 The model is --model, or --size (a published size with random weights), or the one in ~/huggingface, or a small demo.
@@ -37,6 +38,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", help="of weights and KV; auto: as the checkpoint says")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the model (tensor_parallel_size)")
+    parser.add_argument("--vision-parallel", choices=("split", "data"), default="split",
+                        help="ranks share each picture, or each encodes other pictures")
     parser.add_argument("--compare", choices=("transformers",), help="run the same work through a peer, too")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="text: one run each")
     parser.add_argument("--num-seqs", type=int, help="requests; default: text 256, latency 1, 8 and 32")
@@ -95,20 +98,20 @@ def main(argv: list[str] | None = None) -> None:
     published = VISION_MODEL if args.mode == "image" else TEXT_MODEL
     with open_model(args.model, args.size, published) as folder:
         options = dict(device=args.device, dtype=args.dtype, attention_backend=args.backend,
-                       tensor_parallel_size=args.tp, **folder.options)
+                       tensor_parallel_size=args.tp, vision_parallel=args.vision_parallel, **folder.options)
         dtype, device = getattr(torch, Config(folder.path, **options).dtype), pick_device(args.device)
-        ceilings = measure_ceilings(device, dtype)
+        ceilings = measure_ceilings(device, dtype, args.tp, args.tp if args.vision_parallel == "split" else 1)
         print(f"{report.device_name(device)}: copies {ceilings.bytes_per_second / 1e9:,.0f} GB/s, "
               f"multiplies {ceilings.flops_per_second / 1e12:,.2f} TFLOP/s in {dtype}")
-        if device.type == "cuda":       # ranks on the CPU share its cores
-            ceilings = replace(ceilings, bytes_per_second=ceilings.bytes_per_second * args.tp,
-                               flops_per_second=ceilings.flops_per_second * args.tp)
+        if ceilings.ranks > 1:
+            print(f"copies to the next GPU {ceilings.fabric_bytes_per_second / 1e9:,.0f} GB/s")
         llm = LLM(folder.path, **options)
         results = (run_image if args.mode == "image" else run_generation)(args, folder, llm, ceilings)
         backend = type(select_backend(args.backend, device, dtype)).__name__.removesuffix("Backend").lower()
         setting = report.setting_of(folder.name, folder.weights, device, backend, args.commit)
         if args.tp > 1:
-            setting = replace(setting, device=f"{args.tp} ranks on {setting.device}")
+            pictures = f", vision {args.vision_parallel}" * (args.mode == "image")
+            setting = replace(setting, device=f"{args.tp} ranks{pictures} on {setting.device}")
     report.print_report(setting, results)
     if args.plot:
         report.plot(setting, results, args.plot)

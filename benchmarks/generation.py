@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
-from benchmarks.floors import Ceilings, generation_floor
+from benchmarks.floors import Ceilings, generation_floors
 from benchmarks.report import Result
 from nanovllm import LLM, SamplingParams
 
@@ -66,8 +66,10 @@ def measure(llm: LLM, work: Work, mode: str, ceilings: Ceilings, seed: int | Non
     assert generated == work.num_output_tokens and cached == 0
     print(f"{mode}: {len(outputs)} requests, {work.num_prompt_tokens:,} prompt tokens, {generated:,} output tokens, "
           f"{cached} prefix-hit tokens, {seconds:.2f} s")
-    floor = generation_floor(llm.config.model_config, llm.runner.dtype.itemsize, list(map(len, work.prompts)),
-                             work.output_lens, ceilings)
+    floors = generation_floors(llm.config.model_config, llm.runner.dtype.itemsize, list(map(len, work.prompts)),
+                               work.output_lens, ceilings)
+    floor = sum(floors.values())
+    print(f"floor {floor:.2f} s: " + ", ".join(f"{name} {part:.2f}" for name, part in floors.items()))
     return Result(mode, "nanovllm", len(outputs), seconds, seed=seed, output_tok_per_s=generated / seconds,
                   ttft_ms=1e3 * median(output["ttft"] for output in outputs), call_ms=1e3 * seconds,
                   floor=generated / floor)

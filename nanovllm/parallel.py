@@ -131,12 +131,14 @@ def _wait(work: dist.Work | None) -> None:
 def connect(store: Store, rank: int, size: int, device: torch.device, spread_images: bool) -> TensorParallel:
     """This rank with a group of its own over `store`, NCCL on GPUs and gloo on CPUs; no other group is touched.
 
-    Raises RuntimeError if not all ranks have called it within `TIMEOUT`.
+    Raises RuntimeError if not all ranks have called it within `TIMEOUT`. Nothing breaks off the wait for them: NCCL can
+    abort a communicator only once it is there, so it is made here, by a first sum, not where work is under way.
     """
     kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
     with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
-        group = kind(store, rank, size, timeout=TIMEOUT)
-    return TensorParallel(rank, size, group, spread_images)
+        parallel = TensorParallel(rank, size, kind(store, rank, size, timeout=TIMEOUT), spread_images)
+    assert parallel.sum(torch.ones(1, device=device)).item() == size
+    return parallel
 
 
 @contextmanager

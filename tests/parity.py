@@ -1,6 +1,6 @@
 """Greedy parity with transformers over drawn checkpoints and prompts: `python -m tests.parity --cases 40`.
 
-transformers runs in float32 on the CPU whatever the engine runs in.
+transformers runs on the CPU, in float32 unless asked otherwise, whatever the engine runs in.
 """
 from __future__ import annotations
 
@@ -144,10 +144,10 @@ def _draw_picture_prompts(rng: random.Random, seed: int) -> list[Prompt]:
 # ---------------------------------------------------------------- transformers
 
 @torch.inference_mode()
-def transformers_greedy(case: Case, folder: Path) -> list[Greedy]:
+def transformers_greedy(case: Case, folder: Path, dtype: str) -> list[Greedy]:
     """`STEPS` greedy steps for each prompt, with transformers' own cache."""
     auto = AutoModelForImageTextToText if case.multimodal else AutoModelForCausalLM
-    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    model = auto.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     oracle = Oracle(folder) if case.multimodal else None
     return [_greedy(model, each, oracle) for each in case.prompts]
 
@@ -178,9 +178,10 @@ def _greedy(model: Any, prompt: Prompt, oracle: Oracle | None) -> Greedy:
 
 # ---------------------------------------------------------------- nanovllm
 
-def compare(case: Case, folder: Path, block_size: int = SMALL_BLOCK, **options: Any) -> Outcome:
+def compare(case: Case, folder: Path, block_size: int = SMALL_BLOCK, reference_dtype: str = "float32",
+            **options: Any) -> Outcome:
     """Every run of the case against transformers; `options` are the engine's in all of them."""
-    expected, outcome = transformers_greedy(case, folder), Outcome()
+    expected, outcome = transformers_greedy(case, folder, reference_dtype), Outcome()
     for each in RUNS:
         own = options | dict(each.options)
         if each.small_pool:
@@ -229,16 +230,20 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=SMALL_BLOCK, help="of the runs with small KV blocks")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--reference-dtype", default="float32", help="of transformers")
     parser.add_argument("--attention-backend", default="auto")
     args = parser.parse_args()
+    options = dict(block_size=args.block_size, reference_dtype=args.reference_dtype, device=args.device,
+                   dtype=args.dtype, attention_backend=args.attention_backend)
+    if args.device != "cpu":        # small engines: a case makes seven
+        options |= dict(max_num_seqs=8, gpu_memory_utilization=0.1)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     start, total, equal = perf_counter(), Outcome(), 0
     print("case  model         pictures  prompt tokens  tokens equal  max logprob difference  preemptions  cached")
-    for case, outcome in compare_seeds(range(args.first, args.first + args.cases), block_size=args.block_size,
-                                       device=args.device, dtype=args.dtype, attention_backend=args.attention_backend):
+    for case, outcome in compare_seeds(range(args.first, args.first + args.cases), **options):
         lengths = "+".join(str(len(each)) for each in case.prompts)
         model, verdict = "qwen2_5_vl" if case.multimodal else "qwen3", "yes" if outcome.tokens_equal else "NO"
         print(f"{case.seed:4}  {model:10}  {case.kinds:>10}  {lengths:>13}  {verdict:>12}  "

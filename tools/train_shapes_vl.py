@@ -79,7 +79,7 @@ class Run:
         others = [weight for weight in self.packed.parameters() if weight.dim() <= 1]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.05)
-        self.progress = resume(args.checkpoint, self.packed, self.optimizer)
+        self.progress = resume(args.checkpoint, self.packed)
         self.progress.leg += 1
         self.cell_weight = CELL_WEIGHT if self.progress.leg == 1 else 0.0
         if args.compile:
@@ -110,9 +110,10 @@ def train(run: Run, loader: Iterator[Batch], exam: Exam, args: argparse.Namespac
     """One leg of `args.seconds`, exams and compiling included."""
     progress: Progress = run.progress
     start, before, pictures, next_exam = perf_counter(), progress.seconds, 0, args.exam_every
+    first_step = progress.step
     deadline = start + args.seconds
     while perf_counter() < deadline:
-        rate = learning_rate(progress.seconds, args.total_seconds, progress.step, args.rate)
+        rate = learning_rate(progress.seconds, args.total_seconds, progress.step - first_step, args.rate)
         batch = next(loader)
         answers, cells = run.step(batch, rate)
         pictures += len(batch.scenes.cells)
@@ -160,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         train(run, loader, exam, args)
     finally:
-        save(args.checkpoint, run.packed, run.optimizer, run.progress)
+        save(args.checkpoint, run.packed, run.progress)
         save_weights(run.model, args.out)
     exam.log(run)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import cast
@@ -115,13 +115,14 @@ class ModelRunner:
 
         The next step may be launched before this one is collected: `StepPlan.fed` takes its ids from the device.
         """
-        sampled, encoded = self._compute(plan, self.kv_cache)
-        if self.device.type == "cpu":
-            return StepInFlight(sampled, encoded, None)
-        done = torch.cuda.Event()
-        sampled = None if sampled is None else sampled.to_host()
-        done.record()
-        return StepInFlight(sampled, encoded, done)
+        with on_device(self.device):
+            sampled, encoded = self._compute(plan, self.kv_cache)
+            if self.device.type == "cpu":
+                return StepInFlight(sampled, encoded, None)
+            done = torch.cuda.Event()
+            sampled = None if sampled is None else sampled.to_host()
+            done.record()
+            return StepInFlight(sampled, encoded, done)
 
     def collect(self, step: StepInFlight) -> StepResult:
         """Waits until the device has done a launched step, and returns its result."""
@@ -143,6 +144,9 @@ class ModelRunner:
     def close(self) -> None:
         """Gives the device memory back; the runner carries out no step any more."""
         self.encoder_cache.release_rows()
+        for graphs in (self.decode_graphs, self.span_graphs):
+            if graphs is not None:
+                graphs.close()
         del self.model, self.kv_cache, self.sampler, self.last_ids, self.decode_graphs, self.span_graphs
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -251,6 +255,11 @@ class ModelRunner:
         kv_cache = allocate_kv_cache(self.cache_config.text, num_warm_up_blocks(config),
                                      config.kvcache_block_size, self.dtype, self.device)
         self._compute(largest_step(config), kv_cache)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """For work on a device that may not be the current one: kernels and events go where that is."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def pick_device(name: str | None) -> torch.device:

@@ -32,7 +32,10 @@ def start_runner(config: Config, known_vocab: NDArray[np.bool_]) -> ModelRunner:
     if rank is None:
         devices = rank_devices(first, size)
         return RankedRunner(config, known_vocab, Ranks(devices, spread, ModelRunner, (config,)))
-    place = rank, size, launched_device(first), spread
+    device = launched_device(first)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)       # for good: this process was launched for it
+    place = rank, size, device, spread
     if rank:
         return FollowingRunner(config, FirstRank(*place))
     return RankedRunner(config, known_vocab, JoinedRanks(*place))

@@ -19,6 +19,8 @@ from nanovllm.plan import StepPlan
 from nanovllm.runner.inputs import span_slots, stream_keys
 from nanovllm.runner.staging import Shape, StagingBuffer, packed_bytes, packed_views
 
+CAPTURE_MODE = "thread_local"       # what other threads of the program do on a device meanwhile is no error
+
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes with a graph of their own; `max_num_seqs` always is one, so that no batch is too large for all."""
@@ -128,6 +130,11 @@ class DecodeGraphs:
             return step.logits[:n], None
         return step.logits[:n], SamplerOutput(sampled.token_ids[:n], sampled.finite[:n], None)
 
+    def close(self) -> None:
+        """Gives the graphs back, whoever still refers to them."""
+        for step in self.steps.values():
+            step.graph.reset()
+
     def _capture(self, size: int, pool: Any) -> CapturedStep:
         inputs = DecodeInputs(*packed_views(self.staging.device_bytes, DecodeInputs.shapes(size, *self.layout)))
         inputs.token_ids.zero_()
@@ -143,7 +150,7 @@ class DecodeGraphs:
         spans = inputs.spans(self.block_size)
         self._decode(inputs, spans)             # compiles kernels, makes the libraries allocate what they keep
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE_MODE):
             logits, sampled = self._decode(inputs, spans)
         return CapturedStep(graph, spans, logits, sampled)
 

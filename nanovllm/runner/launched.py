@@ -33,7 +33,7 @@ class JoinedRanks(Ranks):
                     connection = without_delay(listener.accept())
                     self.connections[receive(connection)] = connection
             self.watcher.start()
-            self.parallel = connect(store, rank, size, device, spread_images)
+            self.connect(store, spread_images)
 
     def end_call(self) -> None:
         message = pack(EndCall())

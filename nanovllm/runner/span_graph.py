@@ -15,6 +15,7 @@ from nanovllm.attention.contract import SpanBatch
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.layer_stage import LayerStage
 from nanovllm.plan import StepPlan
+from nanovllm.runner.cuda_graph import CAPTURE_MODE
 from nanovllm.runner.inputs import span_slots
 from nanovllm.runner.staging import Shape, StagingBuffer, packed_bytes, packed_views
 
@@ -106,6 +107,11 @@ class SpanGraphs:
         step.graph.replay()
         return step.hidden[:tokens]
 
+    def close(self) -> None:
+        """As of `DecodeGraphs`."""
+        for step in self.steps.values():
+            step.graph.reset()
+
     def _capture(self, size: int, pool: Any) -> CapturedSpans:
         inputs = SpanInputs(*packed_views(self.staging.device_bytes, SpanInputs.shapes(size, *self.layout)))
         inputs.positions.zero_()
@@ -118,6 +124,6 @@ class SpanGraphs:
         embeddings = self.embeddings[:size]
         self.model(embeddings, inputs.positions, self.kv_cache, stages)     # compiles kernels
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE_MODE):
             hidden = self.model(embeddings, inputs.positions, self.kv_cache, stages)
         return CapturedSpans(graph, spans, hidden)

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from nanovllm.parallel import TensorParallel, connect, host_store
 from nanovllm.plan import StepPlan
@@ -53,6 +54,7 @@ class Ranks:
         self.failure: str | None = None
         self.num_ready = 0
         self.changed = threading.Condition()                # guards the two above
+        self.aborting: threading.Thread | None = None
         self.stop, self.stopped = Pipe()
         self.watcher = threading.Thread(target=self._watch, name="nanovllm-ranks", daemon=True)
 
@@ -76,7 +78,27 @@ class Ranks:
             send(connection, pack(Start(build, args, rank, self.size, store.port, str(devices[rank]), spread_images,
                                         threads)))
         self.await_ready(START_SECONDS)
-        self.parallel = connect(store, 0, self.size, devices[0], spread_images)
+        self.connect(store, spread_images)
+
+    def connect(self, store: Store, spread_images: bool) -> None:
+        """Meets the other ranks; a thread waits for them, since nothing breaks off that wait if one dies."""
+        met: list[TensorParallel | Exception] = []
+
+        def meet() -> None:
+            try:
+                met.append(connect(store, 0, self.size, self.device, spread_images))
+            except Exception as error:
+                met.append(error)
+            with self.changed:
+                self.changed.notify_all()
+
+        threading.Thread(target=meet, name="nanovllm-connect", daemon=True).start()
+        with self.changed:
+            self.changed.wait_for(lambda: met or self.failure)
+        self._check()
+        if isinstance(met[0], Exception):
+            raise met[0]
+        self.parallel = met[0]
 
     # ------------------------------------------------------------ work
 
@@ -168,9 +190,12 @@ class Ranks:
             self.changed.notify_all()
         for process in self.processes.values():
             process.kill()
-        for process in self.processes.values():
-            process.wait()
-        self.parallel.abort()
+        self._break_off()
+
+    def _break_off(self) -> None:
+        """Ends what rank 0 waits for, by a thread: NCCL's own end waits until the CUDA graphs are gone."""
+        self.aborting = threading.Thread(target=self.parallel.abort, name="nanovllm-abort", daemon=True)
+        self.aborting.start()
 
     def close(self) -> None:
         """Ends every rank and returns when none is left; calling it again does nothing."""
@@ -187,8 +212,10 @@ class Ranks:
             process.wait()
         for connection in (*self.connections.values(), self.stop, self.stopped):
             connection.close()
-        if self.failure is None:
-            self.parallel.abort()
+        if self.aborting is None:
+            self._break_off()
+        if self.aborting is not None:
+            self.aborting.join(EXIT_SECONDS)
         self.connections.clear()
         self.processes.clear()
         self.parallel = TensorParallel(0, self.size)

@@ -30,7 +30,8 @@ LONG = 3000                 # tokens that take far longer than any of these test
 PROGRAM = """
 import sys
 from nanovllm import LLM, SamplingParams
-llm = LLM({folder!r}, device="cpu", tensor_parallel_size=2, kvcache_memory_gb=0.05)
+llm = LLM({folder!r}, device={device!r}, tensor_parallel_size=2, kvcache_memory_gb=0.05, max_num_seqs=4,
+          max_num_batched_tokens=512)
 print(*[process.pid for process in llm.runner.ranks.processes.values()], flush=True)
 params = SamplingParams(max_tokens={tokens}, top_k=1, ignore_eos=True)
 {body}
@@ -163,14 +164,14 @@ def children() -> list[str]:
 
 
 @contextmanager
-def program(folder: Path, body: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def program(folder: Path, body: str, device: str = "cpu") -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A program read from standard input, and its ranks."""
     running = subprocess.Popen(
         [sys.executable, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, start_new_session=True)
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
     assert running.stdin is not None and running.stdout is not None
     try:
-        running.stdin.write(PROGRAM.format(folder=str(folder), tokens=LONG, body=body))
+        running.stdin.write(PROGRAM.format(folder=str(folder), device=device, tokens=LONG, body=body))
         running.stdin.close()
         yield running, [int(pid) for pid in running.stdout.readline().split()]
     finally:
@@ -203,3 +204,21 @@ def test_ranks_that_never_start_are_given_up(folder: Path) -> None:
             mock.patch("nanovllm.runner.workers.START_SECONDS", 0.5), \
             pytest.raises(RankError, match="only 0 of 1 ranks started"):
         make_llm(folder, tensor_parallel_size=2)
+
+
+SAYS_READY_AND_ENDS = """
+import sys
+from multiprocessing.connection import Connection
+from nanovllm.runner.channel import Ready, pack, receive, send
+connection = Connection(int(sys.argv[1]))
+receive(connection)
+send(connection, pack(Ready()))
+"""
+
+
+def test_a_rank_that_dies_before_it_meets_the_others(folder: Path) -> None:
+    start = monotonic()
+    with children_end(), mock.patch("nanovllm.runner.workers.BOOTSTRAP", SAYS_READY_AND_ENDS), \
+            pytest.raises(RankError, match="rank 1 ended with exit code 0"):
+        make_llm(folder, tensor_parallel_size=2)
+    assert monotonic() - start < 30

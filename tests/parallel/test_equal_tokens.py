@@ -1,5 +1,5 @@
 """Two and four ranks give the tokens of one, for every kind of step, with vocabulary and feed-forward sizes padded, KV
-heads copied, and steps overlapped."""
+heads copied, steps overlapped, and as CUDA graphs."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -8,25 +8,24 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
 from tests.checkpoints import make_qwen2_5_vl, make_qwen3
 from tests.engines import dense_logprobs, greedy, make_llm, run
 from tests.prompts import Prompt, picture, prompt, text, video
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
 # A few blocks of 16 tokens: decoding runs out of them, and requests are preempted. 48 tokens a step: prompts are cut.
-SMALL = dict(block_size=16, max_num_batched_tokens=48, max_model_len=160)
+SMALL = dict(block_size=16, max_num_batched_tokens=48, max_model_len=160, max_num_seqs=4)
 STEPS = 14
 RANKS = [
     pytest.param(dict(tensor_parallel_size=2, overlap=True), id="2 ranks, overlap"),
     pytest.param(dict(tensor_parallel_size=2, overlap=False, vision_parallel="data"), id="2 ranks, images spread"),
-    pytest.param(dict(tensor_parallel_size=4, overlap=False), id="4 ranks")]
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    pytest.param(dict(tensor_parallel_size=4, overlap=False), id="4 ranks"),
+    *(pytest.param(dict(device="cuda", tensor_parallel_size=2, **options), id=name, marks=pytest.mark.multi_gpu)
+      for name, options in (
+          ("2 GPUs, graphs, overlap", dict(enforce_eager=False)),
+          ("2 GPUs, graphs, images spread", dict(enforce_eager=False, overlap=False, vision_parallel="data")),
+          ("2 GPUs, overlap", {})))]
 
 
 @pytest.fixture(scope="module")
@@ -67,33 +66,45 @@ def same(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutput]) ->
         assert output["num_reused_tokens"] == other["num_reused_tokens"]
 
 
-def passes(folder: Path, device: str, prompts: Sequence[Sequence[Prompt]], ratios: Sequence[Any],
-           num_blocks: int, **options: Any) -> Iterator[tuple[LLM, list[RequestOutput]]]:
+def passes(folder: Path, prompts: Sequence[Sequence[Prompt]], ratios: Sequence[Any], num_blocks: int,
+           **options: Any) -> Iterator[tuple[LLM, list[RequestOutput]]]:
     """Outputs of one engine for one list of prompts after the other."""
-    with make_llm(folder, device=device, num_kvcache_blocks=num_blocks, **SMALL, **options) as llm:
+    with make_llm(folder, num_kvcache_blocks=num_blocks, **SMALL, **options) as llm:
         for each, ratio in zip(prompts, ratios, strict=True):
             yield llm, run(llm, each, greedy(STEPS, logprobs=-1, recompute_ratio=ratio))
 
 
-def compare(folder: Path, device: str, options: dict[str, Any], prompts: Sequence[Sequence[Prompt]],
-            ratios: Sequence[Any], num_blocks: int) -> dict[str, int]:
+def compare(folder: Path, options: dict[str, Any], prompts: Sequence[Sequence[Prompt]], ratios: Sequence[Any],
+            num_blocks: int) -> dict[str, int]:
     """Each pass on one rank and on several; the several ranks' statistics."""
-    args = folder, device, prompts, ratios, num_blocks
-    alone = [outputs for _, outputs in passes(*args)]
+    args = folder, prompts, ratios, num_blocks
+    alone = [outputs for _, outputs in passes(*args, device=options.get("device", "cpu"))]
     for (llm, outputs), expected in zip(passes(*args, **options), alone, strict=True):
         same(outputs, expected)
         stats = llm.stats()
     return stats
 
 
-@pytest.mark.parametrize("options", RANKS[::2])
-def test_text(text_model: Path, device: str, options: dict[str, Any]) -> None:
-    stats = compare(text_model, device, options, [texts(), texts()], [0.0, 0.0], num_blocks=9)
+@pytest.mark.parametrize("options", [RANKS[0], RANKS[2], RANKS[3], RANKS[5]])
+def test_text(text_model: Path, options: dict[str, Any]) -> None:
+    stats = compare(text_model, options, [texts(), texts()], [0.0, 0.0], num_blocks=9)
     assert stats["preemptions"] > 0 and stats["cached_tokens"] > 0
 
 
 @pytest.mark.parametrize("options", RANKS)
-def test_pictures_cold_warm_and_moved(image_model: Path, device: str, options: dict[str, Any]) -> None:
+def test_pictures_cold_warm_and_moved(image_model: Path, options: dict[str, Any]) -> None:
     prompts = [with_pictures(), with_pictures(), moved()]
-    stats = compare(image_model, device, options, prompts, [0.0, 0.0, (0.5, 0.5, 0.1)], num_blocks=9)
+    stats = compare(image_model, options, prompts, [0.0, 0.0, (0.5, 0.5, 0.1)], num_blocks=9)
     assert stats["preemptions"] > 0 and stats["encoder_hits"] > 0 and stats["reused_tokens"] > 0
+
+
+@pytest.mark.parametrize("options", [RANKS[0], RANKS[3]])
+def test_what_is_drawn_without_filters(text_model: Path, options: dict[str, Any]) -> None:
+    """In a CUDA graph the draw is part of it."""
+    params = [greedy(STEPS), *(SamplingParams(temperature=0.8, max_tokens=STEPS, ignore_eos=True, seed=seed)
+                               for seed in range(2))]
+    drawn = []
+    for each in (dict(device=options.get("device", "cpu")), options):
+        with make_llm(text_model, num_kvcache_blocks=40, **SMALL, **each) as llm:
+            drawn.append([output["token_ids"] for output in run(llm, texts(), params)])
+    assert drawn[0] == drawn[1]

@@ -133,6 +133,6 @@ def right_by_kind(logits: Tensor, batch: Batch, num_kinds: int) -> Tensor:
 
 
 def learning_rate(elapsed: float, total: float, step: int, peak: float, warm_up: int = 200) -> float:
-    """Rises over the first steps, then falls along a cosine over the seconds of all legs to a fiftieth."""
+    """Rises over the first steps of a leg, and falls along a cosine over the seconds of all legs to a fiftieth."""
     share = min(1.0, elapsed / total)
     return peak * min(1.0, (step + 1) / warm_up) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
