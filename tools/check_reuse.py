@@ -19,7 +19,7 @@ from nanovllm.quality.report import ALL, Line
 from tools.reuse.donors import EXPERIMENTS
 from tools.reuse_experiments import open_model, run
 
-TURNED, NOT_TURNED, ORDINALS = "far away", "far away, keys not turned", "other ordinals"
+TURNED, NOT_TURNED, ORDINALS = "elsewhere", "elsewhere, keys not turned", "other ordinals"
 BARE, BEHIND_TEMPLATE = "bare", "same text"
 RATIO = "0.05"
 MIN_KL_FACTOR, MIN_POINTS = 20, 0.20

@@ -2,8 +2,9 @@
 
     python -m tools.reuse_experiments FOLDER [--per-kind 200] [--experiments NAME ...] [--seed 0] [--json FILE]
 
-A picture that was not shown first is computed by the first request that asks about it, and found by the next one: at
-its own place and behind the same, so exactly; its rows count as reused all the same.
+Of each answer only the first token is asked for; those of the shapes model have no more. A picture that was not shown
+first is computed by the first request that asks about it, and found by those at the next ratios, at its own place and
+behind the same, so exactly; its rows count as reused there.
 """
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def unturned_keys(llm: LLM) -> Iterator[None]:
 def run(llm: LLM, experiment: Experiment, per_kind: int, seed: int, name: str) -> list[Line]:
     """A line for each kind and ratio, of an engine that takes another ordinal's entry where the own one is missing."""
     questions = experiment.questions(per_kind, seed)
-    examiner = Examiner(llm, seed=seed)
+    examiner = Examiner(llm, max_tokens=1, seed=seed)
     examiner.prompts = Donors(examiner.prompts, experiment.how)
     with tqdm(total=len(questions), desc=name) as bar:
         if experiment.turned:

@@ -26,8 +26,8 @@ OTHER_QUESTION = "what is shown here?"
 
 
 def other_system(rng: random.Random) -> str:
-    """Five to eight sentences, which move the pictures of most prompts by more than a hundred positions."""
-    return " ".join(rng.choice(SENTENCES) for _ in range(rng.randint(5, 8)))
+    """Six to eight sentences, which move the pictures of most prompts by more than a hundred positions."""
+    return " ".join(rng.choice(SENTENCES) for _ in range(rng.randint(6, 8)))
 
 
 class Prompts:

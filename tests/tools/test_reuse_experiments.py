@@ -27,7 +27,7 @@ from tools.reuse.choices import (
     lower_layers,
     upper_layers,
 )
-from tools.reuse.donors import EXPERIMENTS, MANY
+from tools.reuse.donors import EXPERIMENTS, MANY, Experiment
 from tools.row_choices import Bench
 from tools.shapes.folder import new_model, save_weights, write_folder
 
@@ -130,7 +130,15 @@ def test_choices_that_are_compared_cost_the_same() -> None:
         "computed from layer 1"]
 
 
-def test_pictures_are_first_seen_as_the_experiments_say() -> None:
+def moved_by(bench: Bench, question: Question, experiment: Experiment) -> int:
+    """Positions between the place at which a question's first picture is first seen and the one where it is asked."""
+    posed = bench.pose(question, experiment, random.Random(0))
+    shown, asked = (int(prompt.positions[prompt.images[0][0], 0]) for prompt in (posed.showing, posed.asking))
+    return shown - asked
+
+
+def test_pictures_are_first_seen_as_the_experiments_say(folder: Path) -> None:
+    bench = Bench(str(folder))
     for name, experiment in EXPERIMENTS.items():
         questions = experiment.questions(1, seed=2)
         assert len(questions) in (10, 5, 3)
@@ -147,19 +155,21 @@ def test_pictures_are_first_seen_as_the_experiments_say() -> None:
                 assert places[0] is not None and MANY[0] <= places[0] + 1 <= MANY[1]
             elif name != "video before":
                 assert places == own
+        if name == "elsewhere, keys not turned":
+            assert all(moved_by(bench, question, experiment) >= 100 for question in questions)
         if name == "4th to 8th both times":
             assert all(MANY[0] <= len(question.pictures) <= MANY[1] for question in questions)
 
 
-@pytest.mark.parametrize("name", ["far away, keys not turned", "video before"])
+@pytest.mark.parametrize("name", ["elsewhere, keys not turned", "video before"])
 def test_experiments_in_the_engine(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     file = tmp_path / "lines.json"
-    reuse_experiments.main([str(folder), "--per-kind", "1", "--experiments", "far away", name, "--device", "cpu",
+    reuse_experiments.main([str(folder), "--per-kind", "1", "--experiments", "elsewhere", name, "--device", "cpu",
                             "--json", str(file)])
     assert f"{name}, seed 0: all (" in capsys.readouterr().out
     by_name = json.loads(file.read_text())
     turned, other = ({line["setting"]: line for line in by_name[each] if line["kind"] == "all"}
-                     for each in ("far away", name))
+                     for each in ("elsewhere", name))
     assert 0 < turned["one row"]["share_computed"] < 0.05 and other["one row"]["kl_mean"] > 0
 
 
