@@ -137,7 +137,8 @@ def connect(store: Store, rank: int, size: int, device: torch.device, spread_ima
     kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
     with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
         parallel = TensorParallel(rank, size, kind(store, rank, size, timeout=TIMEOUT), spread_images)
-    assert parallel.sum(torch.ones(1, device=device)).item() == size
+    met = parallel.sum(torch.ones(1, device=device)).item()
+    assert met == size
     return parallel
 
 
