@@ -193,7 +193,7 @@ class ModelRunner:
             encoded = encode_spread_images(model, plan.encodes, self.max_patches_a_call, vision.spatial_merge_size,
                                            self.encoder_cache.rows, self.parallel)
         else:
-            encoded = encode_images(model, plan.encodes, self.max_patches_a_call, self.device)
+            encoded = encode_images(model, plan.encodes, self.max_patches_a_call, self.device, self.parallel)
         # All ranks go by the table of rank 0, and by no other.
         write = self.encoder_cache.store if self.parallel.rank else self.encoder_cache.write
         uncached: dict[object, Tensor] = {}
