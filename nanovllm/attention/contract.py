@@ -78,6 +78,11 @@ class FusedOps(ABC):
 
     @staticmethod
     @abstractmethod
+    def sum_ranks(x: Tensor, addresses: Tensor, counts: Tensor, rank: int, block_bytes: int) -> None:
+        """x becomes the sum of all ranks' x, sent through buffers that all GPUs of a host have mapped."""
+
+    @staticmethod
+    @abstractmethod
     def move_kv(pool: Tensor, sources: Tensor, targets: Tensor, first_rows: Tensor,
                 turn: tuple[Tensor, Tensor] | None) -> None:
         """Slots of pool `[layers, 2, slots, kv_heads, head_dim]` to other slots, keys turned by one angle a pair."""

@@ -8,6 +8,7 @@ from nanovllm.kernels.linear import FAST_ROWS, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.rotary import norm_rotate_store, rotate
 from nanovllm.kernels.sampling import draw, largest, lowest_kept
+from nanovllm.kernels.sum_ranks import sum_ranks
 
 
 class TritonOps(FusedOps):
@@ -23,4 +24,5 @@ class TritonOps(FusedOps):
     largest = staticmethod(largest)
     lowest_kept = staticmethod(lowest_kept)
     draw = staticmethod(draw)
+    sum_ranks = staticmethod(sum_ranks)
     move_kv = staticmethod(move_kv)

@@ -75,11 +75,12 @@ class ModelRunner:
     def __init__(self, config: Config, known_vocab: NDArray[np.bool_] | None = None,
                  parallel: TensorParallel = ALONE, device: torch.device | None = None) -> None:
         self.config = config
-        self.parallel = parallel
         self.device = pick_device(config.device) if device is None else device
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         allocated_before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         self.backend = select_backend(config.attention_backend, self.device, self.dtype)
+        fused = self.backend.fused
+        parallel = self.parallel = parallel if fused is None else parallel.with_small_sums(fused.sum_ranks)
         self.model = build_model(config.model_config, self.backend, self.dtype, self.device, parallel)
         if config.load_format == "dummy":
             init_dummy_weights(self.model, DUMMY_SEED)
@@ -192,7 +193,7 @@ class ModelRunner:
             encoded = encode_spread_images(model, plan.encodes, self.max_patches_a_call, vision.spatial_merge_size,
                                            self.encoder_cache.rows, self.parallel)
         else:
-            encoded = encode_images(model, plan.encodes, self.max_patches_a_call, self.device)
+            encoded = encode_images(model, plan.encodes, self.max_patches_a_call, self.device, self.parallel)
         # All ranks go by the table of rank 0, and by no other.
         write = self.encoder_cache.store if self.parallel.rank else self.encoder_cache.write
         uncached: dict[object, Tensor] = {}
