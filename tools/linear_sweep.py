@@ -88,7 +88,7 @@ def run_variant(variant: Variant, given: Inputs, i: int) -> Tensor:
             x, weight, x, out, len(x), x.stride(0), weight.stride(0), len(weight), x.shape[1], BIAS=False, ROWS=16,
             COLS=cols, DEPTH=depth, num_warps=warps, num_stages=stages)
         return out
-    how: Any = dict(tiles=Tiles(*variant.tiles), early=variant.early)
+    how: Any = dict(tiles=Tiles(*variant.tiles, variant.early))
     if form == "gate":
         return few_rows.gated_linear(x, given.other, weight, None, **how)
     if form == "norm":
@@ -172,7 +172,8 @@ def measure(name: str, rows: int, variants: list[Variant], rows_out: list[dict[s
         rows_out.append(asdict(variant) | dict(us=us, kind=kind_of(variant)))
         best[kind_of(variant)] = min(best.get(kind_of(variant), (us, variant.tiles)), (us, variant.tiles))
     rows_out.append(dict(name=name, rows=rows, kind="library", us=library, floor=floor))
-    cells = [f"{kind} {best[kind][0]:6.2f} {str(best[kind][1]):18}" for kind in ("plain", "early", "dot") if kind in best]
+    cells = [f"{kind} {best[kind][0]:6.2f} {best[kind][1]!s:18}"
+             for kind in ("plain", "early", "dot") if kind in best]
     print(f"{name:15} {rows:3} | cuBLAS {library:6.2f} | floor {floor:6.2f} | {' | '.join(cells)}", flush=True)
 
 
@@ -187,7 +188,8 @@ def main() -> None:
             failures = pool.map(compile_one, wanted, chunksize=8)
     else:
         failures = [compile_one(variant) for variant in wanted]
-    print(f"{len(wanted)} variants compiled and checked in {time.perf_counter() - begin:.0f} s; us of one call", flush=True)
+    print(f"{len(wanted)} variants compiled and checked in {time.perf_counter() - begin:.0f} s; us of one call",
+          flush=True)
     for failed in [(variant, why) for variant, why in zip(wanted, failures) if why is not None][:10]:
         print("FAILED", *failed)
     good = [variant for variant, why in zip(wanted, failures) if why is None]

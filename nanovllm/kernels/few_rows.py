@@ -10,6 +10,7 @@ from torch import Tensor
 
 PLAIN, GATED, NORMED, ADDED = 0, 1, 2, 3    # what the product is of, see `_few_rows_kernel`
 MAX_ROWS = 16
+FAST_ROWS = 4       # up to which a product beat cuBLAS on an H200, see docs/log.md
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Tiles:
     cols: int           # outputs of one program
     depth: int          # inputs that it loads at once
     warps: int
+    early: bool         # programs start while the kernel before them still runs, and wait for it with weights in hand
 
 
 @triton.jit
@@ -50,7 +52,7 @@ def _few_rows_kernel(
 ) -> None:
     """All rows of some columns of a product with x (0), silu(x) * other (1), norm(x) (2) or norm(x + other) (3).
 
-    EARLY: the program starts while the kernel before it still runs, and reads weights until that one is done.
+    EARLY: weights are read before the kernel ahead of this one is known to be done, so it must not be what writes them.
     """
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :, None]
     row, place = tl.arange(0, ROWS)[:, None, None], tl.arange(0, DEPTH)[None, None, :]
@@ -80,51 +82,51 @@ def _few_rows_kernel(
              mask=(out_row < rows) & (out_col < out_features))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles | None = None, early: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
     """`x @ weight.T + bias` of at most `MAX_ROWS` rows x `[rows, in_features]`; weight `[out_features, in_features]`.
 
     Rows of x and of weight are contiguous. Sums are float32. Equal in plain torch: `torch.nn.functional.linear`.
     """
-    return _product(PLAIN, x, x, x, 0.0, weight, bias, tiles, early)[0]
+    return _product(PLAIN, x, x, x, 0.0, weight, bias, tiles)[0]
 
 
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles | None = None,
-                 early: bool = False) -> Tensor:
+                 ) -> Tensor:
     """`linear` of `silu(gate) * up`, both `[rows, in_features]`. Equal in plain torch: `layers.activation`."""
-    return _product(GATED, gate, up, gate, 0.0, weight, bias, tiles, early)[0]
+    return _product(GATED, gate, up, gate, 0.0, weight, bias, tiles)[0]
 
 
 def norm_linear(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None,
-                tiles: Tiles | None = None, early: bool = False) -> tuple[Tensor, Tensor]:
+                tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """(`linear` of the norm of x + residual, x + residual); no residual: of the norm of x, and x itself.
 
     gain `[in_features]` are the norm's weights. Equal in plain torch: `layers.norm`, but for the rounding of what lies
     between norm and product: here it is float32.
     """
     if residual is None:
-        return _product(NORMED, x, x, gain, eps, weight, bias, tiles, early)[0], x
-    return _product(ADDED, x, residual, gain, eps, weight, bias, tiles, early)
+        return _product(NORMED, x, x, gain, eps, weight, bias, tiles)[0], x
+    return _product(ADDED, x, residual, gain, eps, weight, bias, tiles)
 
 
-def tiles_of(rows: int, out_features: int, in_features: int) -> Tiles:
+def tiles_of(x: Tensor, out_features: int) -> Tiles:
     """Measured on an H200, see docs/log.md."""
-    depth = min(triton.next_power_of_2(in_features), 1024)
-    cols = 4 if rows <= 2 else 2
-    return Tiles(cols, max(depth, 16), 4 if depth >= 1024 else 1)
+    early = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    depth = min(triton.next_power_of_2(x.shape[1]), 1024)
+    return Tiles(4 if len(x) <= 2 else 2, max(depth, 16), 4 if depth >= 1024 else 1, early)
 
 
 def _product(form: int, x: Tensor, other: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None,
-             tiles: Tiles | None, early: bool) -> tuple[Tensor, Tensor]:
+             tiles: Tiles | None) -> tuple[Tensor, Tensor]:
     (rows, in_features), out_features = x.shape, len(weight)
     assert rows <= MAX_ROWS and x.stride(1) == other.stride(1) == weight.stride(1) == gain.stride(-1) == 1
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     total = torch.empty(rows, in_features, dtype=x.dtype, device=x.device) if form == ADDED else out
-    tiles = tiles or tiles_of(rows, out_features, in_features)
+    tiles = tiles or tiles_of(x, out_features)
     if rows:
-        options = {"launch_pdl": True} if early else {}
+        options = {"launch_pdl": True} if tiles.early else {}
         _few_rows_kernel[(triton.cdiv(out_features, tiles.cols),)](
             x, other, gain, weight, x if bias is None else bias, out, total, rows, x.stride(0), other.stride(0),
             weight.stride(0), out_features, eps, FORM=form, SIZE=in_features, BIAS=bias is not None,
-            ROWS=triton.next_power_of_2(rows), COLS=tiles.cols, DEPTH=tiles.depth, EARLY=early,
+            ROWS=triton.next_power_of_2(rows), COLS=tiles.cols, DEPTH=tiles.depth, EARLY=tiles.early,
             num_warps=tiles.warps, **options)
     return out, total
