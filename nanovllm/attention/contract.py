@@ -37,12 +37,23 @@ class FusedOps(ABC):
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(the norm of x + residual, x + residual), all `[rows, size]`."""
 
-    max_linear_rows: int        # up to which `linear` beats the library
+    max_linear_rows: int        # up to which the three products below beat the library
 
     @staticmethod
     @abstractmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ weight.T + bias` of a few rows x `[rows, in_features]`."""
+
+    @staticmethod
+    @abstractmethod
+    def norm_linear(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float, weight: Tensor,
+                    bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(`linear` of the norm of x + residual, x + residual); the norm's weights are gain `[in_features]`."""
+
+    @staticmethod
+    @abstractmethod
+    def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`linear` of `silu(gate) * up`."""
 
     @staticmethod
     @abstractmethod
