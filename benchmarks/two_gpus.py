@@ -20,9 +20,12 @@ from time import monotonic
 ROOT = Path(__file__).parent.parent
 LARGE = "--seeds 0 --num-seqs 128 --max-input 512 --max-output 256"         # a few seconds also for 32B on one GPU
 PICTURE = "--mode image --size 7b --ratios 0 0.05 --repeats 3"
-# name -> (seconds, command lines); several run at once, each with a GPU of its own
+# name -> (seconds, command lines); several run at once, each with a GPU of its own. LOCAL_WORLD_SIZE=1 says that ranks
+# are on different hosts, which keeps them from summing through each other's memory.
 RUNS: dict[str, tuple[int, list[str]]] = {
+    "sums": (60, ["-m tools.bench_sums"]),
     "0.6b, 2 ranks": (75, ["bench.py --size 0.6b --tp 2 --seeds 0 1"]),
+    "0.6b, 2 ranks, NCCL alone": (75, ["LOCAL_WORLD_SIZE=1 bench.py --size 0.6b --tp 2 --seeds 0"]),
     "0.6b, 1 rank": (60, ["bench.py --size 0.6b --seeds 0 1"]),
     "32b, 2 ranks": (100, [f"bench.py --size 32b --tp 2 {LARGE}"]),
     "32b, 1 rank": (100, [f"bench.py --size 32b {LARGE}"]),
@@ -77,10 +80,12 @@ def started(commands: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
     processes = []
     try:
         for index, command in enumerate(commands):
+            words = command.split()
+            settings = dict(word.split("=") for word in words if "=" in word)
             alone = {"CUDA_VISIBLE_DEVICES": str(index)} if len(commands) > 1 else {}
             processes.append(subprocess.Popen(
-                [sys.executable, *command.split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                cwd=ROOT, env=os.environ | alone, start_new_session=True))
+                [sys.executable, *words[len(settings):]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                cwd=ROOT, env=os.environ | alone | settings, start_new_session=True))
         yield processes
     finally:
         for process in processes:

@@ -1,10 +1,10 @@
 """One rank's place in tensor parallelism: its share of every size, and what it sends to and gets from the others."""
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+from nanovllm.peer_memory import BLOCK_BYTES, MAX_SUM_BYTES, PeerMemory, environment, share_memory
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)     # of a rank that waits for another one
@@ -41,18 +45,26 @@ class TensorParallel:
     """A rank of `size`, given to whatever is split; every rank makes the same calls in the same order.
 
     `group` connects the ranks; None where there is only one, and then every call returns what it was given. With
-    `spread_images` the vision tower is whole on every rank, and each encodes other images.
+    `spread_images` the vision tower is whole on every rank, and each encodes other images. Where the ranks are GPUs
+    that map each other's memory, `peers` is it, and `sum_small` a kernel that sums a few MB through it sooner than the
+    group does: `kernels.sum_ranks.sum_ranks`.
     """
 
     rank: int = 0
     size: int = 1
     group: Group | None = None
     spread_images: bool = False
+    peers: PeerMemory | None = None
+    sum_small: SumSmall | None = None
 
     @property
     def vision(self) -> TensorParallel:
         """What the vision tower is split by."""
         return ALONE if self.spread_images else self
+
+    def with_small_sums(self, kernel: SumSmall) -> TensorParallel:
+        """The same rank, which sums what is small by `kernel`; on every rank or on none."""
+        return self if self.peers is None else replace(self, sum_small=kernel)
 
     # ------------------------------------------------------------ shares
 
@@ -76,8 +88,10 @@ class TensorParallel:
     # ------------------------------------------------------------ traffic
 
     def sum(self, x: Tensor) -> Tensor:
-        """x summed over the ranks, in place: contiguous, of any shape, the same on all of them."""
-        if self.group is not None:
+        """x, floats, summed over the ranks, in place: contiguous, of any shape, the same on all of them."""
+        if self.peers is not None and self.sum_small is not None and x.nbytes * (self.size - 1) <= MAX_SUM_BYTES:
+            self.sum_small(x, self.peers.addresses, self.peers.counts, self.rank, BLOCK_BYTES)
+        elif self.group is not None:
             options = dist.AllreduceOptions()
             options.asyncOp = False
             _wait(self.group.allreduce([x], options))
@@ -103,8 +117,14 @@ class TensorParallel:
 
     def abort(self) -> None:
         """Breaks off whatever this rank waits for, from any thread; the group is of no use any more."""
+        self.release()
         if self.group is not None:
             self.group.abort()
+
+    def release(self) -> None:
+        """The part of `abort` that has to be done again once the other ranks are gone: until then they may send."""
+        if self.peers is not None:
+            self.peers.release()
 
     def smallest(self, values: list[int], device: torch.device) -> list[int]:
         """The smallest of the ranks' numbers, place by place."""
@@ -117,6 +137,7 @@ class TensorParallel:
         return numbers.tolist()
 
 
+SumSmall = Callable[[Tensor, Tensor, Tensor, int, int], None]
 ALONE = TensorParallel()
 
 
@@ -135,26 +156,26 @@ def connect(store: Store, rank: int, size: int, device: torch.device, spread_ima
     abort a communicator only once it is there, so it is made here, by a first sum, not where work is under way.
     """
     kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-    with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
+    # These two keep NCCL, when a rank has died, from ending the whole program by a thread of its own; whoever started
+    # the ranks watches them.
+    with environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
         parallel = TensorParallel(rank, size, kind(store, rank, size, timeout=TIMEOUT), spread_images)
-    assert parallel.sum(torch.ones(1, device=device)).item() == size
-    return parallel
+    met = parallel.sum(torch.ones(1, device=device)).item()
+    assert met == size
+    if device.type == "cpu" or int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size:        # launched on several hosts
+        return parallel
+    return replace(parallel, peers=_map_peers(store, parallel, device))
 
 
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Sets variables for what is made in the block: these two keep NCCL, when a rank has died, from ending the whole
-    program by a thread of its own; whoever started the ranks watches them."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _map_peers(store: Store, parallel: TensorParallel, device: torch.device) -> PeerMemory | None:
+    """Memory for small sums; None, and then on all ranks, if one of them cannot map it."""
+    peers = None
     try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        peers = share_memory(store, parallel.rank, parallel.size, device)
+    except Exception as error:          # whatever the driver or this version of torch does not offer
+        logger.warning("GPUs do not map each other's memory, so all sums over ranks go through NCCL: %s", error)
+    [all_have] = parallel.smallest([int(peers is not None)], device)
+    return peers if all_have else None
 
 
 def host_store() -> TCPStore:

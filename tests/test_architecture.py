@@ -23,7 +23,8 @@ ENGINE_ROOMS = {"encoder_cache_manager", "llm_engine", "model_runner", "ranked_r
 ARROWS = {
     "words": set(),
     "kernels": set(),
-    "parallel": set(),
+    "peer_memory": set(),
+    "parallel": {"peer_memory"},
     "contract": set(),
     "attention": {"contract", "kernels"},
     "layers": {"contract", "parallel"},
@@ -50,6 +51,7 @@ ONLY_IN = {
     "flash_attn_interface": {"attention.flash"},
     "triton": {"kernels.*"},
     "torch.distributed": {"parallel", "runner.workers"},
+    "torch._C": {"peer_memory"},
     "transformers": {"engine.llm_engine", "quality.prompts"},
 }
 CONFIG_KEYS = {

@@ -4,8 +4,8 @@
 
 A leg takes up the checkpoint where there is one and writes it again at its end, with the model's folder. Pictures are
 painted on the device, questions invented in worker processes. Log lines: leg, step, seconds of all legs, loss of the
-answers, loss of the cell read-out, learning rate, pictures seen; then held-out accuracy by kind, with the pictures and
-with grey ones in their place.
+answers, of the read-outs of what cells show and where they lie, learning rate, pictures seen; then held-out accuracy by
+kind, with the pictures and with grey ones in their place.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tools.shapes.folder import make_tokenizer, new_model, save_weights, write_f
 from tools.shapes.packed import PackedModel, learning_rate, losses, right_by_kind
 from tools.shapes.progress import Progress, resume, save
 
-CELL_WEIGHT = 0.5           # of the read-out's loss, in the first leg only
+READ_OUT_WEIGHT = 0.5       # of the read-outs' losses, in the first leg only
 
 
 class Batches(IterableDataset[bytes]):
@@ -81,29 +81,29 @@ class Run:
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.05)
         self.progress = resume(args.checkpoint, self.packed)
         self.progress.leg += 1
-        self.cell_weight = CELL_WEIGHT if self.progress.leg == 1 else 0.0
+        self.read_out_weight = READ_OUT_WEIGHT if self.progress.leg == 1 else 0.0
         if args.compile:
             self.packed.compile_layers()
 
     def on_device(self, batch: Batch) -> Batch:
         return batch.to(self.device)
 
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             return self.packed(self.on_device(batch))
 
-    def step(self, batch: Batch, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Answer and cell losses of one step, still on the device."""
+    def step(self, batch: Batch, rate: float) -> torch.Tensor:
+        """Losses of answers, cells and spots of one step, still on the device."""
         batch = self.on_device(batch)
-        answers, cells = losses(*self.forward(batch), batch)
-        (answers + self.cell_weight * cells).backward()
+        answers, cells, spots = losses(*self.forward(batch), batch)
+        (answers + self.read_out_weight * (cells + spots)).backward()
         torch.nn.utils.clip_grad_norm_(self.packed.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress.step += 1
-        return answers.detach(), cells.detach()
+        return torch.stack((answers, cells, spots)).detach()
 
 
 def train(run: Run, loader: Iterator[Batch], exam: Exam, args: argparse.Namespace) -> None:
@@ -115,12 +115,13 @@ def train(run: Run, loader: Iterator[Batch], exam: Exam, args: argparse.Namespac
     while perf_counter() < deadline:
         rate = learning_rate(progress.seconds, args.total_seconds, progress.step - first_step, args.rate)
         batch = next(loader)
-        answers, cells = run.step(batch, rate)
+        step_losses = run.step(batch, rate)
         pictures += len(batch.scenes.cells)
         progress.seconds = before + perf_counter() - start
         if progress.step % args.log_every == 0:
-            print(f"leg {progress.leg}  step {progress.step}  {progress.seconds:.0f} s  loss {answers.item():.3f}  "
-                  f"cells {cells.item():.3f}  lr {rate:.2e}  pictures {pictures}", flush=True)
+            answers, cells, spots = step_losses.tolist()
+            print(f"leg {progress.leg}  step {progress.step}  {progress.seconds:.0f} s  loss {answers:.3f}  "
+                  f"cells {cells:.3f}  spots {spots:.3f}  lr {rate:.2e}  pictures {pictures}", flush=True)
         if progress.seconds - before >= next_exam:
             exam.log(run)
             next_exam += args.exam_every
@@ -133,7 +134,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=("shipped", "tiny"), default="shipped")
     parser.add_argument("--seconds", type=float, default=450, help="of this leg, exams and compiling included")
     parser.add_argument("--total-seconds", type=float, default=900, help="of all legs: the learning rate's course")
-    parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--rate", type=float, default=7e-4,
+                        help="highest learning rate; 2e-3 drives attention onto single tokens, and nothing is learnt")
     parser.add_argument("--rows", type=int, default=48, help="rows of 1024 tokens a step")
     parser.add_argument("--vision-rows", type=int, default=112, help="rows of 576 patches a step")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))

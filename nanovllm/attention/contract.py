@@ -37,12 +37,23 @@ class FusedOps(ABC):
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(the norm of x + residual, x + residual), all `[rows, size]`."""
 
-    max_linear_rows: int        # up to which `linear` beats the library
+    max_linear_rows: int        # up to which the three products below beat the library
 
     @staticmethod
     @abstractmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ weight.T + bias` of a few rows x `[rows, in_features]`."""
+
+    @staticmethod
+    @abstractmethod
+    def norm_linear(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float, weight: Tensor,
+                    bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(`linear` of the norm of x + residual, x + residual); the norm's weights are gain `[in_features]`."""
+
+    @staticmethod
+    @abstractmethod
+    def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`linear` of `silu(gate) * up`."""
 
     @staticmethod
     @abstractmethod
@@ -75,6 +86,11 @@ class FusedOps(ABC):
     def draw(logits: Tensor, largest: Tensor, temperature: Tensor, keys: Tensor, lowest: Tensor | None,
              log_min_p: Tensor | None) -> Tensor:
         """One id a row of logits `[n, vocab]` by Gumbel-max."""
+
+    @staticmethod
+    @abstractmethod
+    def sum_ranks(x: Tensor, addresses: Tensor, counts: Tensor, rank: int, block_bytes: int) -> None:
+        """x becomes the sum of all ranks' x, sent through buffers that all GPUs of a host have mapped."""
 
     @staticmethod
     @abstractmethod

@@ -3,11 +3,12 @@ from __future__ import annotations
 
 from nanovllm.attention.contract import FusedOps
 from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.few_rows import FAST_ROWS, gated_linear, linear, norm_linear
 from nanovllm.kernels.kv_move import move_kv
-from nanovllm.kernels.linear import FAST_ROWS, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.rotary import norm_rotate_store, rotate
 from nanovllm.kernels.sampling import draw, largest, lowest_kept
+from nanovllm.kernels.sum_ranks import sum_ranks
 
 
 class TritonOps(FusedOps):
@@ -17,10 +18,13 @@ class TritonOps(FusedOps):
     add_rms_norm = staticmethod(add_rms_norm)
     max_linear_rows = FAST_ROWS
     linear = staticmethod(linear)
+    norm_linear = staticmethod(norm_linear)
+    gated_linear = staticmethod(gated_linear)
     silu_and_mul = staticmethod(silu_and_mul)
     rotate = staticmethod(rotate)
     norm_rotate_store = staticmethod(norm_rotate_store)
     largest = staticmethod(largest)
     lowest_kept = staticmethod(lowest_kept)
     draw = staticmethod(draw)
+    sum_ranks = staticmethod(sum_ranks)
     move_kv = staticmethod(move_kv)

@@ -21,7 +21,7 @@ from nanovllm.models.registry import build_model
 from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.parallel import ALONE, TensorParallel
 from nanovllm.plan import StepPlan, StepResult
-from nanovllm.runner.cuda_graph import DecodeGraphs, graph_sizes
+from nanovllm.runner.cuda_graph import DecodeGraphs, GraphMemory, graph_sizes
 from nanovllm.runner.image_encoder import EncodedImages, EncodesImages, encode_images, encode_spread_images
 from nanovllm.runner.inputs import layer_stages, samples_plainly, sampling_inputs, to_device
 from nanovllm.runner.kv_cache import (
@@ -75,11 +75,17 @@ class ModelRunner:
     def __init__(self, config: Config, known_vocab: NDArray[np.bool_] | None = None,
                  parallel: TensorParallel = ALONE, device: torch.device | None = None) -> None:
         self.config = config
-        self.parallel = parallel
         self.device = pick_device(config.device) if device is None else device
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        with on_device(self.device):
+            self._build(known_vocab, parallel)
+
+    def _build(self, known_vocab: NDArray[np.bool_] | None, parallel: TensorParallel) -> None:
+        config = self.config
         allocated_before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         self.backend = select_backend(config.attention_backend, self.device, self.dtype)
+        fused = self.backend.fused
+        parallel = self.parallel = parallel if fused is None else parallel.with_small_sums(fused.sum_ranks)
         self.model = build_model(config.model_config, self.backend, self.dtype, self.device, parallel)
         if config.load_format == "dummy":
             init_dummy_weights(self.model, DUMMY_SEED)
@@ -192,7 +198,7 @@ class ModelRunner:
             encoded = encode_spread_images(model, plan.encodes, self.max_patches_a_call, vision.spatial_merge_size,
                                            self.encoder_cache.rows, self.parallel)
         else:
-            encoded = encode_images(model, plan.encodes, self.max_patches_a_call, self.device)
+            encoded = encode_images(model, plan.encodes, self.max_patches_a_call, self.device, self.parallel)
         # All ranks go by the table of rank 0, and by no other.
         write = self.encoder_cache.store if self.parallel.rank else self.encoder_cache.write
         uncached: dict[object, Tensor] = {}
@@ -217,13 +223,14 @@ class ModelRunner:
     def _capture_graphs(self) -> None:
         start, config = perf_counter(), self.config
         before = torch.cuda.memory_reserved(self.device)
-        pool = torch.cuda.graph_pool_handle()
+        memory = GraphMemory(self.device)
         self.decode_graphs = DecodeGraphs(self.model, self.sampler, self.kv_cache, self.last_ids,
-                                          graph_sizes(config.max_num_seqs), self.num_axes, config.max_model_len, pool,
+                                          graph_sizes(config.max_num_seqs), self.num_axes, config.max_model_len, memory,
                                           self.parallel)
         buckets = bucket_sizes(config.max_num_batched_tokens)
         if buckets:
-            self.span_graphs = SpanGraphs(self.model, self.kv_cache, buckets, self.num_axes, config.max_model_len, pool)
+            self.span_graphs = SpanGraphs(self.model, self.kv_cache, buckets, self.num_axes, config.max_model_len,
+                                          memory)
         logger.info("%d CUDA graphs took %.1f s and %.0f MiB", len(self.decode_graphs.sizes) + len(buckets),
                     perf_counter() - start, (torch.cuda.memory_reserved(self.device) - before) / 2**20)
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from nanovllm.attention.contract import FusedOps
 from nanovllm.layers.linear import MergedLinear, RowLinear
+from nanovllm.layers.norm import RMSNorm
 from nanovllm.parallel import ALONE, TensorParallel
 
 
@@ -26,7 +27,17 @@ class GatedMLP(nn.Module):
         self.down_proj = RowLinear(intermediate_size, hidden_size, bias, fused, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj.forward_parts(x)
+        return self._down(self.gate_up_proj(x))
+
+    def forward_normed(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(`forward` of the norm of x + residual, x + residual)."""
+        projections, residual = self.gate_up_proj.forward_normed(norm, x, residual)
+        return self._down(projections), residual
+
+    def _down(self, projections: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj.split(projections)
         if self.fused is None:
             return self.down_proj(silu_and_mul(gate, up))
+        if (fused := self.down_proj.fused_for(gate)) is not None:
+            return self.down_proj.forward_gated(fused, gate, up)
         return self.down_proj.forward_padded(self.fused.silu_and_mul(gate, up))

@@ -26,24 +26,27 @@ class PagedAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: Rotation, kv_cache: Tensor, spans: SpanBatch) -> Tensor:
-        """x `[tokens, hidden]` to the same shape; kv_cache `[2, blocks, block_size, kv_heads, head_dim]` is written.
+    def forward_normed(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, rotation: Rotation, kv_cache: Tensor,
+                       spans: SpanBatch) -> tuple[Tensor, Tensor]:
+        """(attention of the norm of x + residual, x + residual), all `[tokens, hidden]`.
 
-        kv_heads are those of this rank.
+        kv_cache `[2, blocks, block_size, kv_heads, head_dim]` is written; kv_heads are those of this rank.
         """
         k_cache, v_cache = kv_cache.unbind(0)
-        q = self._queries(x, rotation, k_cache, v_cache, spans.slot_mapping)
+        projections, residual = self.qkv_proj.forward_normed(norm, x, residual)
+        q = self._queries(projections, rotation, k_cache, v_cache, spans.slot_mapping)
         out = self.backend.attend(q, k_cache, v_cache, spans, self.scale)
-        return self.o_proj(out.flatten(1))
+        return self.o_proj(out.flatten(1)), residual
 
-    def _queries(self, x: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
+    def _queries(self, projections: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+                 ) -> Tensor:
         """Queries `[tokens, heads, head_dim]`; keys and values go to the caches."""
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
         if (fused := self.backend.fused) is not None:
-            qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+            qkv = projections.unflatten(-1, (-1, self.head_dim))
             weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
             return fused.norm_rotate_store(qkv, *rotation, weights, k_cache, v_cache, slots)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj.forward_parts(x))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj.split(projections))
         if norms is not None:
             q, k = norms[0](q), norms[1](k)
         self.backend.store_kv(apply_rotary(k, rotation), v, k_cache, v_cache, slots)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.attention.contract import FusedOps
+from nanovllm.layers.norm import RMSNorm
 from nanovllm.parallel import ALONE, Part, TensorParallel
 
 
@@ -23,15 +24,19 @@ class Linear(nn.Module):
         return self.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fused is not None and len(x) <= self.fused.max_linear_rows:
-            return self.fused.linear(x, self.weight, self.added_bias)
+        if (fused := self.fused_for(x)) is not None:
+            return fused.linear(x, self.weight, self.added_bias)
         return F.linear(x, self.weight, self.added_bias)
 
+    def fused_for(self, x: Tensor) -> FusedOps | None:
+        """Who multiplies rows as few as those of x; None: the library."""
+        return self.fused if self.fused is not None and len(x) <= self.fused.max_linear_rows else None
+
     def forward_padded(self, x: Tensor) -> Tensor:
-        """`forward` for x with zeros behind each row, as many as the rows of the weights are padded with (see
+        """The product of x with zeros behind each row, as many as the rows of the weights are padded with (see
         `models.registry`): an odd width makes a library's product three times as slow as the next even one."""
         if x.stride(0) == x.shape[1] or x.stride(0) != self.weight.stride(0):
-            return Linear.forward(self, x)
+            return F.linear(x, self.weight, self.added_bias)
         return F.linear(_with_padding(x), _with_padding(self.weight), self.added_bias)
 
 
@@ -57,9 +62,16 @@ class MergedLinear(Linear):
         super().__init__(in_features, sum(part.size for part in parts.values()), bias, fused)
         self.parts = parts
 
-    def forward_parts(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward_normed(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(the projections of the norm of x + residual, x + residual), see `RMSNorm.add_and_norm`."""
+        if (fused := self.fused_for(x)) is not None:
+            return fused.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.added_bias)
+        x, residual = norm.add_and_norm(x, residual)
+        return self(x), residual
+
+    def split(self, projections: Tensor) -> tuple[Tensor, ...]:
         """The projections one by one: views `[..., rows]` of the one product, not contiguous."""
-        return self(x).split([part.size for part in self.parts.values()], dim=-1)
+        return projections.split([part.size for part in self.parts.values()], dim=-1)
 
 
 class RowLinear(Linear):
@@ -81,3 +93,7 @@ class RowLinear(Linear):
 
     def forward_padded(self, x: Tensor) -> Tensor:
         return self.parallel.sum(super().forward_padded(x))
+
+    def forward_gated(self, fused: FusedOps, gate: Tensor, up: Tensor) -> Tensor:
+        """`forward` of `silu(gate) * up`, of rows as few as `fused` is for."""
+        return self.parallel.sum(fused.gated_linear(gate, up, self.weight, self.added_bias))

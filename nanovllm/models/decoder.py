@@ -31,10 +31,9 @@ class DecoderLayer(nn.Module):
         self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, kv_cache: Tensor, spans: SpanBatch
     ) -> tuple[Tensor, Tensor]:
         """(what this layer adds, the stream it is to be added to), both `[tokens, hidden]`."""
-        hidden, residual = self.input_layernorm.add_and_norm(hidden, residual)
-        hidden = self.self_attn(hidden, rotation, kv_cache, spans)
-        hidden, residual = self.post_attention_layernorm.add_and_norm(hidden, residual)
-        return self.mlp(hidden), residual
+        hidden, residual = self.self_attn.forward_normed(self.input_layernorm, hidden, residual, rotation, kv_cache,
+                                                         spans)
+        return self.mlp.forward_normed(self.post_attention_layernorm, hidden, residual)
 
 
 class Decoder(nn.Module):

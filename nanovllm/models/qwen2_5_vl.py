@@ -24,6 +24,7 @@ class Qwen2_5_VLForConditionalGeneration(CausalLM):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel = ALONE) -> None:
         super().__init__(config, backend, parallel)
         assert config.vision is not None, "a Qwen2.5-VL config has a vision part"
+        self.patch_dim = config.vision.patch_dim
         self.visual = VisionTower(config.vision, backend, parallel.vision)
 
     @property

@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,25 @@ from nanovllm.plan import StepPlan
 from nanovllm.runner.inputs import span_slots, stream_keys
 from nanovllm.runner.staging import Shape, StagingBuffer, packed_bytes, packed_views
 
-CAPTURE_MODE = "thread_local"       # what other threads of the program do on a device meanwhile is no error
+T = TypeVar("T")
+
+
+class GraphMemory:
+    """The memory that all graphs of a device share: one pool, and one stream, since memory is kept by stream.
+
+    torch would capture every graph of a process on a stream of the device that was current at the first capture.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """The graph of what `run` launches, and what it returns, which each replay overwrites."""
+        run()           # compiles kernels, makes the libraries allocate what they keep
+        graph = torch.cuda.CUDAGraph()
+        # What other threads of the program do on a device meanwhile is no error.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            return graph, run()
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -94,12 +112,12 @@ class DecodeGraphs:
         sizes: batch sizes.
         num_axes: of positions.
         max_model_len: tokens of a sequence; block tables are wide enough for one more.
-        pool: of memory that all graphs share, as `torch.cuda.graph_pool_handle` gives it.
+        memory: that all graphs share.
         parallel: the ranks that capture and replay together; rank 0 alone has last ids and logits.
     """
 
     def __init__(self, model: CausalLM, sampler: Sampler, kv_cache: Tensor, last_ids: Tensor, sizes: Sequence[int],
-                 num_axes: int, max_model_len: int, pool: Any, parallel: TensorParallel = ALONE) -> None:
+                 num_axes: int, max_model_len: int, memory: GraphMemory, parallel: TensorParallel = ALONE) -> None:
         self.parallel = parallel
         self.model, self.sampler, self.kv_cache, self.last_ids = model, sampler, kv_cache, last_ids
         self.block_size = kv_cache.shape[3]
@@ -108,7 +126,7 @@ class DecodeGraphs:
         num_bytes = packed_bytes(DecodeInputs.shapes(self.sizes[-1], *self.layout))
         self.staging = StagingBuffer(num_bytes, kv_cache.device)
         # The largest first: the smaller ones then find room in its memory.
-        self.steps = {size: self._capture(size, pool) for size in reversed(self.sizes)}
+        self.steps = {size: self._capture(size, memory) for size in reversed(self.sizes)}
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether a plan is a decode batch of a captured size: a token each, all of them sampled, no images."""
@@ -135,7 +153,7 @@ class DecodeGraphs:
         for step in self.steps.values():
             step.graph.reset()
 
-    def _capture(self, size: int, pool: Any) -> CapturedStep:
+    def _capture(self, size: int, memory: GraphMemory) -> CapturedStep:
         inputs = DecodeInputs(*packed_views(self.staging.device_bytes, DecodeInputs.shapes(size, *self.layout)))
         inputs.token_ids.zero_()
         inputs.fed.fill_(-1)
@@ -148,10 +166,7 @@ class DecodeGraphs:
         inputs.keys.zero_()
         inputs.greedy.fill_(1)
         spans = inputs.spans(self.block_size)
-        self._decode(inputs, spans)             # compiles kernels, makes the libraries allocate what they keep
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE_MODE):
-            logits, sampled = self._decode(inputs, spans)
+        graph, (logits, sampled) = memory.capture(lambda: self._decode(inputs, spans))
         return CapturedStep(graph, spans, logits, sampled)
 
     def _decode(self, inputs: DecodeInputs, spans: SpanBatch) -> tuple[Tensor, SamplerOutput | None]:

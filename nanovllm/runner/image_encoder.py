@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.parallel import TensorParallel
+from nanovllm.parallel import ALONE, TensorParallel
 from nanovllm.plan import ImageEncode
 
 
@@ -20,6 +20,11 @@ class EncodesImages(Protocol):
     @property
     def pixel_dtype(self) -> torch.dtype:
         """What the tower casts patches to."""
+        ...
+
+    @property
+    def patch_dim(self) -> int:
+        """Values of a patch."""
         ...
 
     def encode_images(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
@@ -68,12 +73,20 @@ class EncodedImages:
 
 
 def encode_images(model: EncodesImages, encodes: Sequence[ImageEncode], max_patches: int,
-                  device: torch.device) -> EncodedImages:
-    """Encodes images and videos, as many in one call as have `max_patches` patches together, or one larger alone."""
+                  device: torch.device, parallel: TensorParallel = ALONE) -> EncodedImages:
+    """Encodes images and videos, as many in one call as have `max_patches` patches together, or one larger alone.
+
+    parallel: the ranks that encode them together; rank 0 has the pixels, and sends them from device to device.
+    """
     encoded = EncodedImages()
     for group in _groups(encodes, max_patches):
         timer = DeviceTimer(device)
-        patches = _to_device([torch.as_tensor(encode.pixels) for encode in group], model.pixel_dtype, device)
+        if parallel.rank:
+            shape = sum(map(_num_patches, group)), model.patch_dim
+            patches = torch.empty(shape, dtype=model.pixel_dtype, device=device)
+        else:
+            patches = _to_device([torch.as_tensor(encode.pixels) for encode in group], model.pixel_dtype, device)
+        patches = parallel.broadcast(patches.contiguous())
         rows = model.encode_images(patches, [encode.grid for encode in group])
         timer.stop()
         merged = sum(map(_num_patches, group)) // len(rows)      # patches of one row

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from nanovllm.attention.contract import SpanBatch
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.layer_stage import LayerStage
 from nanovllm.plan import StepPlan
-from nanovllm.runner.cuda_graph import CAPTURE_MODE
+from nanovllm.runner.cuda_graph import GraphMemory
 from nanovllm.runner.inputs import span_slots
 from nanovllm.runner.staging import Shape, StagingBuffer, packed_bytes, packed_views
 
@@ -79,7 +78,7 @@ class SpanGraphs:
     """
 
     def __init__(self, model: CausalLM, kv_cache: Tensor, sizes: Sequence[int], num_axes: int, max_model_len: int,
-                 pool: Any) -> None:
+                 memory: GraphMemory) -> None:
         self.model, self.kv_cache = model, kv_cache
         self.block_size = kv_cache.shape[3]
         self.layout = (num_axes, max_model_len // self.block_size + 1)
@@ -87,7 +86,7 @@ class SpanGraphs:
         self.staging = StagingBuffer(packed_bytes(SpanInputs.shapes(self.sizes[-1], *self.layout)), kv_cache.device)
         some_rows = model.embed(torch.zeros(1, dtype=torch.int64, device=kv_cache.device))
         self.embeddings = some_rows.new_zeros(self.sizes[-1], some_rows.shape[1])
-        self.steps = {size: self._capture(size, pool) for size in reversed(self.sizes)}
+        self.steps = {size: self._capture(size, memory) for size in reversed(self.sizes)}
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether a captured step holds the plan: few enough tokens and spans, and all rows through all layers."""
@@ -112,7 +111,7 @@ class SpanGraphs:
         for step in self.steps.values():
             step.graph.reset()
 
-    def _capture(self, size: int, pool: Any) -> CapturedSpans:
+    def _capture(self, size: int, memory: GraphMemory) -> CapturedSpans:
         inputs = SpanInputs(*packed_views(self.staging.device_bytes, SpanInputs.shapes(size, *self.layout)))
         inputs.positions.zero_()
         inputs.slot_mapping.fill_(-1)
@@ -122,8 +121,5 @@ class SpanGraphs:
         spans = inputs.spans(self.block_size)
         stages = [LayerStage(0, None, spans)]
         embeddings = self.embeddings[:size]
-        self.model(embeddings, inputs.positions, self.kv_cache, stages)     # compiles kernels
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE_MODE):
-            hidden = self.model(embeddings, inputs.positions, self.kv_cache, stages)
+        graph, hidden = memory.capture(lambda: self.model(embeddings, inputs.positions, self.kv_cache, stages))
         return CapturedSpans(graph, spans, hidden)

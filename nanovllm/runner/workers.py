@@ -191,6 +191,9 @@ class Ranks:
         for process in self.processes.values():
             process.kill()
         self._break_off()
+        for process in self.processes.values():
+            process.wait()
+        self.parallel.release()
 
     def _break_off(self) -> None:
         """Ends what rank 0 waits for, by a thread: NCCL's own end waits until the CUDA graphs are gone."""

@@ -56,10 +56,10 @@ def sent(plan: StepPlan, size: int, spread_images: bool) -> list[StepPlan]:
     return [through(message) for message in pack_plan(plan, size, spread_images)]
 
 
-def test_all_ranks_get_pixels_of_a_split_tower() -> None:
+def test_no_pixels_for_a_split_tower_whose_ranks_have_them_from_each_other() -> None:
     plan = plan_of((1, 2, 2), (1, 4, 4))
     for received in sent(plan, 3, False):
-        assert [len(encode.pixels) for encode in received.encodes] == [4, 16]
+        assert [(encode.grid, encode.pixels) for encode in received.encodes] == [((1, 2, 2), None), ((1, 4, 4), None)]
         assert not received.penalty_resets and np.array_equal(received.token_ids, plan.token_ids)
 
 

@@ -18,6 +18,7 @@ from tests.checkpoints import IMAGE_PAD, TURN_END, TURN_START, VISION_END, VISIO
 
 TEXT_ROW, VISION_ROW = 1024, 576        # tokens and patches of one row; the largest picture has 576 patches
 WINDOW = 8                              # patches a side of a window of the vision tower
+MAX_CELLS = 4                           # a side
 IGNORED = -100
 # How often a sequence is made for a kind.
 SHARES = {"position": 1.0, "only": 1.0, "count": 1.0, "existence": 0.7, "relation": 3.0, "two images": 1.3,
@@ -122,6 +123,14 @@ def patch_places(rows: int, cols: int) -> np.ndarray:
                      for y in range(2) for x in range(2)])
 
 
+def middles(scene: Scene) -> Iterator[int]:
+    """The merged row of a picture in which the middle of each cell lies, cell by cell."""
+    for place in range(len(scene.cells)):
+        y, x = ((index + 0.5) * side / count / 28 for index, side, count in zip(
+            divmod(place, scene.cols), (scene.height, scene.width), (scene.rows, scene.cols)))
+        yield int(y) * (scene.grid[2] // 2) + int(x)
+
+
 @dataclass
 class Batch:
     """Rows of packed sequences [rows, TEXT_ROW] and rows of packed pictures [vision rows, VISION_ROW]."""
@@ -132,6 +141,7 @@ class Batch:
     source: Tensor          # int64 [rows, TEXT_ROW]: merged row of the vision rows in place of the token; -1: none
     targets: Tensor
     kinds: Tensor
+    spot: Tensor            # int64 [rows, TEXT_ROW]: row * MAX_CELLS + column of the cell whose middle the token shows
     scene: Tensor           # int64 [vision rows, VISION_ROW]; -1: empty
     window: Tensor          # int64 [vision rows, VISION_ROW]: scene and window in one number
     place: Tensor           # int64 [vision rows, VISION_ROW, 2]
@@ -156,8 +166,8 @@ class Packer:
         text, vision = (self.num_rows, TEXT_ROW), (self.num_vision_rows, VISION_ROW)
         for name, shape, value in (("ids", text, 0), ("positions", (*text, 3), 0), ("sequence", text, -1),
                                    ("source", text, -1), ("targets", text, IGNORED), ("kinds", text, IGNORED),
-                                   ("scene", vision, -1), ("window", vision, -1), ("place", (*vision, 2), 0),
-                                   ("cell", (vision[0], vision[1] // 4), IGNORED)):
+                                   ("spot", text, IGNORED), ("scene", vision, -1), ("window", vision, -1),
+                                   ("place", (*vision, 2), 0), ("cell", (vision[0], vision[1] // 4), IGNORED)):
             self.arrays[name] = np.full(shape, value, np.int64)
         self.text_used, self.vision_used = [0] * self.num_rows, [0] * self.num_vision_rows
 
@@ -179,7 +189,11 @@ class Packer:
             assert place is not None
             num_merged = self._add_scene(scene, *place)
             first = (place[0] * VISION_ROW + place[1]) // 4
-            self.arrays["source"][row, start + offset:start + offset + num_merged] = range(first, first + num_merged)
+            shown = start + offset
+            self.arrays["source"][row, shown:shown + num_merged] = range(first, first + num_merged)
+            if not scene.grey:
+                for cell, merged in enumerate(middles(scene)):
+                    self.arrays["spot"][row, shown + merged] = cell // scene.cols * MAX_CELLS + cell % scene.cols
         return True
 
     @staticmethod
@@ -200,11 +214,8 @@ class Packer:
         self.arrays["scene"][row, here], self.arrays["place"][row, here] = number, places
         self.arrays["window"][row, here] = number * 1024 + places[:, 0] // WINDOW * 32 + places[:, 1] // WINDOW
         if not scene.grey:
-            for place, cell in enumerate(scene.cells):
-                y, x = ((index + 0.5) * side / count / 28 for index, side, count in zip(
-                    divmod(place, scene.cols), (scene.height, scene.width), (scene.rows, scene.cols)))
-                merged = start // 4 + int(y) * (scene.grid[2] // 2) + int(x)
-                self.arrays["cell"][row, merged] = 0 if cell == EMPTY else cell + 1
+            for cell, merged in zip(scene.cells, middles(scene)):
+                self.arrays["cell"][row, start // 4 + merged] = 0 if cell == EMPTY else cell + 1
         return len(places) // 4
 
     def batch(self) -> Batch:

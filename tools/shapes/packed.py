@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.quality.pictures import SceneTables, paint
-from tools.shapes.batches import Batch
+from tools.shapes.batches import MAX_CELLS, Batch
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 PATCH = 14
@@ -66,13 +66,15 @@ def text_layer(layer: Any, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor
 
 
 class PackedModel(nn.Module):
-    """The model's own modules, called on packed rows, with a read-out of cells from what the vision tower gives."""
+    """The model's own modules, called on packed rows, with two read-outs for training alone: what a cell shows, from
+    what the vision tower gives, and where the cell lies, from the hidden states halfway through the text layers."""
 
     def __init__(self, model: Any, num_cells: int) -> None:
         super().__init__()
         self.model = model
         text = model.config.text_config
         self.cell_head = nn.Linear(text.hidden_size, num_cells)
+        self.spot_head = nn.Linear(text.hidden_size, MAX_CELLS ** 2)
         self.head_dim = text.hidden_size // text.num_attention_heads
         rope = text.rope_parameters
         self.theta = float(rope["rope_theta"])
@@ -84,12 +86,14 @@ class PackedModel(nn.Module):
         self.vision_block = torch.compile(vision_block, dynamic=False)
         self.text_layer = torch.compile(text_layer, dynamic=False)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits [rows, TEXT_ROW, vocab] and cell logits [vision rows, VISION_ROW // 4, cells]."""
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [rows, TEXT_ROW, vocab], of cells [vision rows, VISION_ROW // 4, cells], of spots [rows, TEXT_ROW,
+        MAX_CELLS ** 2]."""
         with torch.no_grad():
             patches = paint_patches(batch.scenes, batch.scene, batch.place)
         merged = self.see(patches, batch)
-        return self.read(merged.flatten(0, 1), batch), self.cell_head(merged)
+        logits, halfway = self.read(merged.flatten(0, 1), batch)
+        return logits, self.cell_head(merged), self.spot_head(halfway)
 
     def see(self, patches: Tensor, batch: Batch) -> Tensor:
         """[vision rows, VISION_ROW // 4, hidden]."""
@@ -105,24 +109,29 @@ class PackedModel(nn.Module):
         x = visual.merger.ln_q(x)
         return visual.merger.mlp(x.reshape(len(x), x.shape[1] // 4, -1))
 
-    def read(self, merged: Tensor, batch: Batch) -> Tensor:
-        """Logits [rows, TEXT_ROW, vocab]; merged [all merged rows, hidden]."""
+    def read(self, merged: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits [rows, TEXT_ROW, vocab] and hidden states behind half of the layers; merged [all merged rows, hidden].
+        """
         text = self.model.model.language_model
         x = text.embed_tokens(batch.ids)
         x = torch.where((batch.source >= 0)[..., None], merged[batch.source.clamp(min=0)].to(x.dtype), x)
         turns = turns_of(batch.positions[..., self.axis_of_pair] * inverse_frequencies(
             self.theta, self.head_dim, x.device))
         mask = (batch.sequence[:, :, None] == batch.sequence[:, None, :]).tril()
-        for layer in text.layers:
+        halfway = x
+        for index, layer in enumerate(text.layers):
             x = self.text_layer(layer, x, turns, mask, self.head_dim)
-        return self.model.lm_head(text.norm(x))
+            if index + 1 == len(text.layers) // 2:
+                halfway = x
+        return self.model.lm_head(text.norm(x)), halfway
 
 
-def losses(logits: Tensor, cell_logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of the answers' tokens, and of the cells."""
-    answers = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=-100)
-    cells = F.cross_entropy(cell_logits.flatten(0, 1).float(), batch.cell.flatten(), ignore_index=-100)
-    return answers, cells
+def losses(logits: Tensor, cell_logits: Tensor, spot_logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean cross-entropy of the answers' tokens, of what the cells show, and of where they lie."""
+    answers, cells, spots = (
+        F.cross_entropy(given.flatten(0, 1).float(), wanted.flatten(), ignore_index=-100)
+        for given, wanted in ((logits, batch.targets), (cell_logits, batch.cell), (spot_logits, batch.spot)))
+    return answers, cells, spots
 
 
 def right_by_kind(logits: Tensor, batch: Batch, num_kinds: int) -> Tensor:
