@@ -38,8 +38,9 @@ class Sequence:
     _ids = count()
 
     def __init__(self, token_ids: SequenceOf[int] | NDArray[np.int64], sampling_params: SamplingParams,
-                 mm_inputs: Any = None, image_hashes: SequenceOf[Hashable] | None = None, *, images: list[ImageItem] | None = None,
-                 positions: NDArray[np.int64] | None = None, position_delta: int = 0) -> None:
+                 mm_inputs: Any = None, image_hashes: SequenceOf[Hashable] | None = None, *,
+                 images: list[ImageItem] | None = None, positions: NDArray[np.int64] | None = None,
+                 position_delta: int = 0) -> None:
         self.seq_id = next(Sequence._ids)
         self.status = SequenceStatus.WAITING
         self.prompt_ids = np.asarray(token_ids, np.int32)
