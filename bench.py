@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import generation, image, report
+from benchmarks import generation, host_time, image, report
 from benchmarks.floors import Ceilings, measure_ceilings
 from benchmarks.models import TEXT_MODEL, VISION_MODEL, ModelFolder, open_model
 from benchmarks.published import SIZES
@@ -69,6 +69,9 @@ def works(args: argparse.Namespace, vocab_size: int) -> list[tuple[int | None, g
 def run_generation(args: argparse.Namespace, folder: ModelFolder, llm: LLM, ceilings: Ceilings) -> list[Result]:
     todo = works(args, llm.tokenizer.vocab_size)
     results = [generation.measure(llm, work, args.mode, ceilings, seed) for seed, work in todo]
+    if args.mode == "text":
+        print(f"host, {host_time.NUM_SEQS} requests decoding, device stubbed: {host_time.decode_host_ms(llm):.2f} ms "
+              f"from a result to the next launch (median)")
     device, dtype = llm.runner.device, llm.runner.dtype
     llm.exit()
     if args.compare:

@@ -14,13 +14,17 @@ import pytest
 import test_partial_recompute as experiment
 from benchmarks.floors import encoder_operations, kv_bytes_per_token, step_parameters
 from benchmarks.generation import FULL_SIZE, FULL_SIZE_TOKENS, throughput_work
+from benchmarks.host_time import StubbedRunner, decode_host_ms
 from benchmarks.image import grid_of
 from benchmarks.models import write_demo_model
 from benchmarks.pictures import draw_shapes
 from benchmarks.published import SIZES, make_qwen_tokenizer, write_published
 from benchmarks.report import Result, Setting, comparisons, plot
+from nanovllm import LLM, SamplingParams
 from nanovllm.model_config import ModelConfig
-from tests.checkpoints import make_tokenizer
+from nanovllm.parallel import ALONE
+from tests.checkpoints import make_qwen3, make_tokenizer
+from tests.engine.step_plans import Sequences
 
 ROOT = Path(__file__).parent.parent
 JSON_KEYS = {"mode", "model", "weights", "output_tok_per_s", "seconds", "ttft_ms", "call_ms", "ratio", "moved", "floor",
@@ -74,6 +78,7 @@ def test_bench_text_beside_transformers(tmp_path: Path) -> None:
     assert (own["mode"], own["model"], own["weights"], own["backend"]) == ("text", "demo", "demo", "torch")
     assert own["output_tok_per_s"] > 0 and own["ttft_ms"] > 0 and own["floor"] > 0
     assert peer["engine"] == "transformers" and "x transformers" in output
+    assert re.search(r"host, 256 requests decoding, device stubbed: \d+\.\d\d ms", output)
     assert output.rstrip().endswith("}"), "JSON lines come last"
 
 
@@ -85,6 +90,25 @@ def test_bench_image_reuses_at_both_places(tmp_path: Path) -> None:
     off, on = rows["image warm", 0.0, True], rows["image warm", 0.1, True]
     assert off["num_computed_tokens"] - on["num_computed_tokens"] == 90         # of 100
     assert all(row["call_ms"] >= row["ttft_ms"] > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_host_time_of_decodes_leaves_the_engine_as_it_was(tmp_path: Path, overlap: bool) -> None:
+    with LLM(str(make_qwen3(tmp_path)), overlap=overlap, max_num_seqs=4, num_kvcache_blocks=2) as llm:
+        before = llm.generate([[1, 2, 3]], SamplingParams(top_k=1), use_tqdm=False)[0]["token_ids"]
+        held, stats = llm.scheduler, llm.stats()
+        assert 0 < decode_host_ms(llm) < 50
+        assert llm.scheduler is held and llm.stats() == stats and llm.is_finished()
+        assert llm.generate([[1, 2, 3]], SamplingParams(top_k=1), use_tqdm=False)[0]["token_ids"] == before
+
+
+def test_host_time_counts_from_result_to_launch_of_whole_decodes() -> None:
+    runner, one, both = StubbedRunner(ALONE, 2), Sequences([[1], [2]]), Sequences([[1], [2]])
+    prompt, decode = one.plan([(0, 0, 1)]), both.plan([(0, 0, 1), (1, 0, 1)])
+    runner.launch(decode)
+    for plan in (decode, prompt, decode, decode):
+        runner.collect(runner.launch(plan))
+    assert len(runner.seconds) == 1 and 0 < runner.seconds[0] < 1
 
 
 def test_full_size_work_is_the_published_one() -> None:
