@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -110,7 +111,9 @@ def main(argv: list[str] | None = None) -> None:
               f"multiplies {ceilings.flops_per_second / 1e12:,.2f} TFLOP/s in {dtype}")
         if ceilings.ranks > 1:
             print(f"copies to the next GPU {ceilings.fabric_bytes_per_second / 1e9:,.0f} GB/s")
+        start = perf_counter()
         llm = LLM(folder.path, **options)
+        print(f"ready after {perf_counter() - start:.1f} s; {llm.runner.graph_cost or 'no CUDA graphs'}")
         results = (run_image if args.mode == "image" else run_generation)(args, folder, llm, ceilings)
         backend = type(select_backend(args.backend, device, dtype)).__name__.removesuffix("Backend").lower()
         setting = report.setting_of(folder.name, folder.weights, device, backend, args.commit)
