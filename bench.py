@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
-from benchmarks import generation, image, report
+from benchmarks import generation, host_time, image, peers, report
 from benchmarks.floors import Ceilings, measure_ceilings
 from benchmarks.models import TEXT_MODEL, VISION_MODEL, ModelFolder, open_model
 from benchmarks.published import SIZES
@@ -40,7 +41,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the model (tensor_parallel_size)")
     parser.add_argument("--vision-parallel", choices=("split", "data"), default="split",
                         help="ranks share each picture, or each encodes other pictures")
-    parser.add_argument("--compare", choices=("transformers",), help="run the same work through a peer, too")
+    parser.add_argument("--compare", type=peers.parse_peers, default=[], metavar="PEER,PEER",
+                        help=f"run the same work through peers, too, of {', '.join(peers.PACKAGES)} those that are "
+                             "installed; pictures through transformers alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="text: one run each")
     parser.add_argument("--num-seqs", type=int, help="requests; default: text 256, latency 1, 8 and 32")
     parser.add_argument("--max-input", type=int, help="longest prompt (text, default 1024); each prompt (latency, 100)")
@@ -69,11 +72,14 @@ def works(args: argparse.Namespace, vocab_size: int) -> list[tuple[int | None, g
 def run_generation(args: argparse.Namespace, folder: ModelFolder, llm: LLM, ceilings: Ceilings) -> list[Result]:
     todo = works(args, llm.tokenizer.vocab_size)
     results = [generation.measure(llm, work, args.mode, ceilings, seed) for seed, work in todo]
+    if args.mode == "text":
+        print(f"host, {host_time.NUM_SEQS} requests decoding, device stubbed: {host_time.decode_host_ms(llm):.2f} ms "
+              f"from a result to the next launch (median)")
     device, dtype = llm.runner.device, llm.runner.dtype
     llm.exit()
-    if args.compare:
-        peer = TransformersPeer(folder, device, dtype)
-        results += [peer.measure(work, args.mode, seed) for seed, work in todo]
+    for name in peers.installed(args.compare):
+        peer = TransformersPeer(folder, device, dtype) if name == "transformers" else peers.ProcessPeer(name, folder)
+        results += peer.measure(todo, args.mode)
     return results
 
 
@@ -87,7 +93,7 @@ def run_image(args: argparse.Namespace, folder: ModelFolder, llm: LLM, ceilings:
     results = image.measure(llm, work, args.ratios, args.repeats, ceilings)
     device, dtype = llm.runner.device, llm.runner.dtype
     llm.exit()
-    if args.compare:
+    if "transformers" in peers.installed(args.compare):
         peer = TransformersPeer(folder, device, dtype)
         results.append(peer.measure_image(work.prompt(before=1, behind=2), work.mm_inputs, args.mode, args.repeats))
     return results
@@ -105,7 +111,9 @@ def main(argv: list[str] | None = None) -> None:
               f"multiplies {ceilings.flops_per_second / 1e12:,.2f} TFLOP/s in {dtype}")
         if ceilings.ranks > 1:
             print(f"copies to the next GPU {ceilings.fabric_bytes_per_second / 1e9:,.0f} GB/s")
+        start = perf_counter()
         llm = LLM(folder.path, **options)
+        print(f"ready after {perf_counter() - start:.1f} s; {llm.runner.graph_cost or 'no CUDA graphs'}")
         results = (run_image if args.mode == "image" else run_generation)(args, folder, llm, ceilings)
         backend = type(select_backend(args.backend, device, dtype)).__name__.removesuffix("Backend").lower()
         setting = report.setting_of(folder.name, folder.weights, device, backend, args.commit)

@@ -1,7 +1,7 @@
 """The same work through the batched generate of transformers."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -31,8 +31,11 @@ class TransformersPeer:
         self.model.generation_config.eos_token_id = None        # generate to the given length
         self.device = device
 
-    def measure(self, work: Work, mode: str, seed: int | None = None) -> Result:
+    def measure(self, todo: Sequence[tuple[int | None, Work]], mode: str) -> list[Result]:
         """Counts the tokens that the work asks for, not those that rows are padded with."""
+        return [self._measure(work, mode, seed) for seed, work in todo]
+
+    def _measure(self, work: Work, mode: str, seed: int | None) -> Result:
         longest = max(map(len, work.prompts))
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in work.prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in work.prompts])

@@ -12,19 +12,46 @@ from pathlib import Path
 import pytest
 
 import test_partial_recompute as experiment
+from bench import parse_args
 from benchmarks.floors import encoder_operations, kv_bytes_per_token, step_parameters
-from benchmarks.generation import FULL_SIZE, FULL_SIZE_TOKENS, throughput_work
+from benchmarks.generation import FULL_SIZE, FULL_SIZE_TOKENS, Work, throughput_work
+from benchmarks.host_time import StubbedRunner, decode_host_ms
 from benchmarks.image import grid_of
-from benchmarks.models import write_demo_model
+from benchmarks.models import ModelFolder, write_demo_model
+from benchmarks.peers import ProcessPeer, installed, parse_peers
 from benchmarks.pictures import draw_shapes
 from benchmarks.published import SIZES, make_qwen_tokenizer, write_published
 from benchmarks.report import Result, Setting, comparisons, plot
+from nanovllm import LLM, SamplingParams
 from nanovllm.model_config import ModelConfig
-from tests.checkpoints import make_tokenizer
+from nanovllm.parallel import ALONE
+from tests.checkpoints import make_qwen3, make_tokenizer
+from tests.engine.step_plans import Sequences
 
 ROOT = Path(__file__).parent.parent
 JSON_KEYS = {"mode", "model", "weights", "output_tok_per_s", "seconds", "ttft_ms", "call_ms", "ratio", "moved", "floor",
              "device", "torch", "backend", "commit"}
+
+
+STAND_IN = """
+import json, os
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos):
+        assert temperature == 0.6 and ignore_eos
+        self.max_tokens = max_tokens
+class LLM:
+    def __init__(self, model, load_format=None):
+        assert model == "folder", "no such model"
+        assert (load_format == "dummy") == (__name__ == "vllm")
+        self.say(model)
+    def generate(self, prompts, params, use_tqdm):
+        print("[1, 2] is progress")
+        self.say([each["prompt_token_ids"] if __name__ == "vllm" else each for each in prompts])
+        self.say([each.max_tokens for each in params])
+    def say(self, what):
+        with open(os.environ["ASKED"], "a") as file:
+            file.write(json.dumps(what) + "\\n")
+"""
 
 
 def run_script(home: Path, *args: str) -> str:
@@ -71,13 +98,45 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_bench_text_beside_transformers(tmp_path: Path) -> None:
     output = run_script(tmp_path, "bench.py", "--num-seqs", "3", "--max-input", "9", "--max-output", "4", "--seeds",
-                        "1", "--compare", "transformers")
+                        "1", "--compare", "vllm,transformers")
     own, peer = json_lines(output)
     assert own.keys() >= JSON_KEYS and peer.keys() == own.keys()
     assert (own["mode"], own["model"], own["weights"], own["backend"]) == ("text", "demo", "demo", "torch")
     assert own["output_tok_per_s"] > 0 and own["ttft_ms"] > 0 and own["floor"] > 0
     assert peer["engine"] == "transformers" and "x transformers" in output
+    assert "vllm is not installed here" in output and re.search(r"ready after .* s; no CUDA graphs", output)
+    assert re.search(r"host, 256 requests decoding, device stubbed: \d+\.\d\d ms", output)
     assert output.rstrip().endswith("}"), "JSON lines come last"
+
+
+@pytest.mark.parametrize("name, package", [("vllm", "vllm"), ("nano-vllm", "nanovllm")])
+def test_peers_of_their_own_process_run_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
+                                                      package: str) -> None:
+    """A stand-in for the peer, installed in a folder of its own, says what it was asked for."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(STAND_IN)
+    info = tmp_path / f"{name.replace('-', '_')}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
+    assert parse_peers(f"{name},transformers") == installed([name, "transformers"]) == [name, "transformers"]
+    peer = ProcessPeer(name, ModelFolder("folder", "0.6b", "dummy"))
+    todo = [(7, Work([[1, 2], [3, 4, 5]], [4, 20])), (8, Work([[6, 7]], [3]))]
+    results = peer.measure(todo, "text")
+    assert [(r.engine, r.mode, r.seed, r.num_seqs) for r in results] == [(name, "text", 7, 2), (name, "text", 8, 1)]
+    assert results[0].output_tok_per_s == pytest.approx(24 / results[0].seconds)
+    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    assert asked == ["folder", [[2, 1], [5, 4, 3]], [4, 8], [[1, 2], [3, 4, 5]], [4, 20], [[7, 6]], [3], [[6, 7]], [3]]
+    with pytest.raises(RuntimeError, match=rf"{name} failed:\n[^$]*no such model"):
+        ProcessPeer(name, ModelFolder("nowhere", "0.6b", "checkpoint")).measure(todo, "text")
+
+
+def test_unknown_peers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--compare", "vllm,vlm"])
+    assert "unknown peers ['vlm']: known are transformers, vllm, nano-vllm" in capsys.readouterr().err
 
 
 def test_bench_image_reuses_at_both_places(tmp_path: Path) -> None:
@@ -88,6 +147,25 @@ def test_bench_image_reuses_at_both_places(tmp_path: Path) -> None:
     off, on = rows["image warm", 0.0, True], rows["image warm", 0.1, True]
     assert off["num_computed_tokens"] - on["num_computed_tokens"] == 90         # of 100
     assert all(row["call_ms"] >= row["ttft_ms"] > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_host_time_of_decodes_leaves_the_engine_as_it_was(tmp_path: Path, overlap: bool) -> None:
+    with LLM(str(make_qwen3(tmp_path)), overlap=overlap, max_num_seqs=4, num_kvcache_blocks=2) as llm:
+        before = llm.generate([[1, 2, 3]], SamplingParams(top_k=1), use_tqdm=False)[0]["token_ids"]
+        held, stats = llm.scheduler, llm.stats()
+        assert 0 < decode_host_ms(llm) < 50
+        assert llm.scheduler is held and llm.stats() == stats and llm.is_finished()
+        assert llm.generate([[1, 2, 3]], SamplingParams(top_k=1), use_tqdm=False)[0]["token_ids"] == before
+
+
+def test_host_time_counts_from_result_to_launch_of_whole_decodes() -> None:
+    runner, one, both = StubbedRunner(ALONE, 2), Sequences([[1], [2]]), Sequences([[1], [2]])
+    prompt, decode = one.plan([(0, 0, 1)]), both.plan([(0, 0, 1), (1, 0, 1)])
+    runner.launch(decode)
+    for plan in (decode, prompt, decode, decode):
+        runner.collect(runner.launch(plan))
+    assert len(runner.seconds) == 1 and 0 < runner.seconds[0] < 1
 
 
 def test_full_size_work_is_the_published_one() -> None:

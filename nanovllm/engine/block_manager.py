@@ -1,7 +1,6 @@
 """Gives sequences their KV blocks, filled as far as the prefix cache and the image-KV table can fill them."""
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -135,7 +134,7 @@ class BlockManager:
         start, stop = i * self.block_size, (i + 1) * self.block_size
         while len(seq.block_bytes) <= i:
             first = len(seq.block_bytes) * self.block_size
-            seq.block_bytes.append(array("i", seq.token_ids[first:first + self.block_size]).tobytes())
+            seq.block_bytes.append(seq.id_bytes(first, first + self.block_size))
         images = tuple((image.kv_key, image.start - start) for image in seq.images
                        if image.start < stop and start < image.stop)
         return seq.sampling_params.cache_salt, namespace, images, seq.block_bytes[i]

@@ -24,10 +24,8 @@ def build_sequence(prompt: Any, params: SamplingParams, mm_inputs: Mapping[str, 
     """
     if isinstance(prompt, str):
         prompt.encode()     # half a surrogate pair, which no tokenizer takes, is a UnicodeEncodeError, a ValueError
-        token_ids = expand_placeholders(tokenize(prompt), mm_inputs, model_config)
-    else:
-        token_ids = prompt
-    token_ids = check_token_ids(token_ids, model_config.text.vocab_size)
+        prompt = expand_placeholders(tokenize(prompt), mm_inputs, model_config)
+    token_ids = check_token_ids(prompt, model_config.text.vocab_size)
     images = parse_mm_inputs(token_ids, mm_inputs, model_config)
     if not images:
         return Sequence(token_ids, params)

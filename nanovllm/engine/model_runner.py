@@ -21,7 +21,7 @@ from nanovllm.models.registry import build_model
 from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.parallel import ALONE, TensorParallel
 from nanovllm.plan import StepPlan, StepResult
-from nanovllm.runner.cuda_graph import DecodeGraphs, GraphMemory, graph_sizes
+from nanovllm.runner.cuda_graph import DecodeGraphs, GraphCost, GraphMemory, graph_sizes
 from nanovllm.runner.image_encoder import EncodedImages, EncodesImages, encode_images, encode_spread_images
 from nanovllm.runner.inputs import layer_stages, samples_plainly, sampling_inputs, to_device
 from nanovllm.runner.kv_cache import (
@@ -101,6 +101,7 @@ class ModelRunner:
         self.max_patches_a_call = max_patches_a_call(config)
         self.decode_graphs: DecodeGraphs | None = None
         self.span_graphs: SpanGraphs | None = None
+        self.graph_cost: GraphCost | None = None        # None: no graphs
         sizes = self._size_caches(allocated_before)
         self.num_kvcache_blocks, self.encoder_num_blocks = parallel.smallest(
             [sizes.num_kvcache_blocks, sizes.encoder_num_blocks], self.device)
@@ -231,8 +232,9 @@ class ModelRunner:
         if buckets:
             self.span_graphs = SpanGraphs(self.model, self.kv_cache, buckets, self.num_axes, config.max_model_len,
                                           memory)
-        logger.info("%d CUDA graphs took %.1f s and %.0f MiB", len(self.decode_graphs.sizes) + len(buckets),
-                    perf_counter() - start, (torch.cuda.memory_reserved(self.device) - before) / 2**20)
+        self.graph_cost = GraphCost(len(self.decode_graphs.sizes) + len(buckets), perf_counter() - start,
+                                    torch.cuda.memory_reserved(self.device) - before)
+        logger.info("%s", self.graph_cost)
 
     # ------------------------------------------------------------ memory
 

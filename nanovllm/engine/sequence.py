@@ -37,12 +37,14 @@ class Sequence:
 
     _ids = count()
 
-    def __init__(self, token_ids: SequenceOf[int], sampling_params: SamplingParams, mm_inputs: Any = None,
-                 image_hashes: SequenceOf[Hashable] | None = None, *, images: list[ImageItem] | None = None,
-                 positions: NDArray[np.int64] | None = None, position_delta: int = 0) -> None:
+    def __init__(self, token_ids: SequenceOf[int] | NDArray[np.int64], sampling_params: SamplingParams,
+                 mm_inputs: Any = None, image_hashes: SequenceOf[Hashable] | None = None, *,
+                 images: list[ImageItem] | None = None, positions: NDArray[np.int64] | None = None,
+                 position_delta: int = 0) -> None:
         self.seq_id = next(Sequence._ids)
         self.status = SequenceStatus.WAITING
-        self.token_ids = list(token_ids)
+        self.prompt_ids = np.asarray(token_ids, np.int32)
+        self.token_ids: list[int] = self.prompt_ids.tolist()
         self.num_prompt_tokens = len(self.token_ids)
         self.sampling_params = sampling_params
         self.token_limit = 0                              # prompt and generated tokens at most; set when it is queued
@@ -97,6 +99,12 @@ class Sequence:
     def append_token(self, token_id: int) -> None:
         self.token_ids.append(token_id)
 
+    def id_bytes(self, start: int, stop: int) -> bytes:
+        """Ids of tokens [start, stop), int32 each."""
+        if stop <= self.num_prompt_tokens:
+            return self.prompt_ids[start:stop].tobytes()
+        return np.array(self.token_ids[start:stop], np.int32).tobytes()
+
     # ------------------------------------------------------------ images
 
     @property
@@ -108,7 +116,7 @@ class Sequence:
         """Finds each image's run of placeholders; raises ValueError if there is not one run per image hash."""
         if self.images_known:
             return
-        is_pad = np.asarray(self.token_ids[:self.num_prompt_tokens]) == image_token_id
+        is_pad = self.prompt_ids == image_token_id
         edges = np.flatnonzero(np.diff(np.concatenate(([False], is_pad, [False]))))
         runs = edges.reshape(-1, 2).tolist()
         if len(runs) != len(self.image_hashes):

@@ -40,7 +40,7 @@ def content_hash(pixels: Any, grid: Sequence[int], threads: Executor | None = No
 def fingerprint(pixels: Any, grid: Sequence[int]) -> int:
     """Digest of shape, dtype, grid and 4,096 values spread over `pixels`: tells most different pixels apart in
     microseconds, whatever their size (a non-contiguous input is copied first)."""
-    values = _flat_bytes(pixels).reshape(-1, pixels.itemsize)      # [values, bytes of one]
+    values = _flat_bytes(pixels).view(f"u{pixels.itemsize}")
     if len(values) > NUM_SAMPLES:
         # One value of each of 4,096 equal stretches, at a place in it that wanders: an even stride could stay in
         # one column of every patch.

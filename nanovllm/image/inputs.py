@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import math
 import operator
+from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanovllm.image.hashing import content_hash, fingerprint
 from nanovllm.image.items import Grid, ImageItem, count_tokens
@@ -20,8 +22,8 @@ TEXT_KEYS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids
 MAX_SECONDS_PER_GRID = 1e6      # keeps positions far inside int64
 
 
-def check_token_ids(ids: Any, vocab_size: int) -> list[int]:
-    """`ids` (list or tuple of ints or numpy ints, 1-D array or tensor) as a list of Python ints in [0, vocab_size).
+def check_token_ids(ids: Any, vocab_size: int) -> NDArray[np.int64]:
+    """`ids` (list or tuple of ints or numpy ints, 1-D array or tensor) as an array of its own, in [0, vocab_size).
 
     Raises ValueError for an empty prompt, more than one dimension, floats, bools and ids outside the vocabulary.
     """
@@ -36,13 +38,18 @@ def check_token_ids(ids: Any, vocab_size: int) -> list[int]:
         raise ValueError(f"token ids must be a list of ints, not {type(ids).__name__}: {ids!r:.80}")
     if not len(ids):
         raise ValueError("an empty prompt has no token to start from: pass at least one token id")
-    # one pass in C over a plain list; only a list of something else is looked at id by id
-    plain = set(map(type, ids)) == {int}
-    token_ids: list[int] = list(ids) if plain else [_as_int(value, "token id", i) for i, value in enumerate(ids)]
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        index, value = next((i, value) for i, value in enumerate(token_ids) if not 0 <= value < vocab_size)
-        raise ValueError(f"token id {value} at index {index} is outside the vocabulary: 0 <= id < {vocab_size}")
-    return token_ids
+    suspects: Sequence[int]
+    try:        # one pass in C, which takes whatever has `__index__`; a bool does, and looks like 0 or 1
+        values = np.frombuffer(array("q", ids), np.int64)
+        suspects = np.flatnonzero((values < 2) | (values >= vocab_size)).tolist()
+    except (TypeError, OverflowError):
+        values, suspects = np.empty(0, np.int64), range(len(ids))
+    for i in suspects:
+        value = ids[i] if type(ids[i]) is int else _as_int(ids[i], "token id", i)
+        if not 0 <= value < vocab_size:
+            raise ValueError(f"token id {value} at index {i} is outside the vocabulary: 0 <= id < {vocab_size}")
+    assert len(values) == len(ids)
+    return values
 
 
 def expand_placeholders(
@@ -77,7 +84,7 @@ def expand_placeholders(
 
 
 def parse_mm_inputs(
-    token_ids: Sequence[int], mm_inputs: Mapping[str, Any] | None, model_config: ModelConfig
+    token_ids: Sequence[int] | NDArray[np.int64], mm_inputs: Mapping[str, Any] | None, model_config: ModelConfig
 ) -> list[ImageItem]:
     """Images and videos of one prompt in the order they stand in `token_ids`, without keys: see `identify`.
 

@@ -40,6 +40,18 @@ class GraphMemory:
             return graph, run()
 
 
+@dataclass(frozen=True)
+class GraphCost:
+    """What capturing an engine's graphs took."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int      # of the card, more than before
+
+    def __str__(self) -> str:
+        return f"{self.num_graphs} CUDA graphs: {self.seconds:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
+
+
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes with a graph of their own; `max_num_seqs` always is one, so that no batch is too large for all."""
     sizes = {1, 2, 4, *range(8, min(max_num_seqs, 256), 8), *range(256, max_num_seqs, 16), max_num_seqs}

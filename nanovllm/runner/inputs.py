@@ -27,8 +27,10 @@ def to_device(array: Any, device: torch.device) -> Tensor:
 
 def block_slots(block_ids: Sequence[int], start: int, stop: int, block_size: int) -> IntArray:
     """Slots (block * block_size + offset) of rows [start, stop) of a block table: int64 [stop - start]."""
-    rows = np.arange(start, stop)
-    return np.asarray(block_ids, np.int64)[rows // block_size] * block_size + rows % block_size
+    first = start // block_size
+    held = np.asarray(block_ids[first:-(-stop // block_size)], np.int64)
+    slots = held[:, None] * block_size + np.arange(block_size)
+    return slots.reshape(-1)[start - first * block_size:stop - first * block_size]
 
 
 def span_slots(spans: SpanTable, block_size: int) -> IntArray:

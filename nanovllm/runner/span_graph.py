@@ -22,8 +22,9 @@ MAX_SPANS = 16      # of a captured step
 
 
 def bucket_sizes(max_tokens: int) -> list[int]:
-    """Token counts with a graph of their own, up to 2048 and no more than a step may have."""
-    sizes = [16, 32, 64, *range(128, 2049, 128)]
+    """Token counts with a graph of their own, up to 2048 and no more than a step may have; closer together where
+    rows that fill a step up would be a large part of it."""
+    sizes = [16, 32, *range(64, 512, 64), *range(512, 2049, 128)]
     return [size for size in sizes if size <= max_tokens]
 
 

@@ -1,4 +1,4 @@
-"""Token ids: ints of any kind become a plain list, all else is refused with its value."""
+"""Token ids: ints of any kind become one array, all else is refused with its value."""
 import numpy as np
 import pytest
 import torch
@@ -12,16 +12,20 @@ VOCAB = 100
     [5, 6, 99], (5, 6, 99), np.array([5, 6, 99]), np.array([5, 6, 99], np.int32), np.array([5, 6, 99], np.uint8),
     torch.tensor([5, 6, 99]), torch.tensor([5, 6, 99], dtype=torch.int32), [np.int64(5), 6, np.uint16(99)],
     list(torch.tensor([5, 6, 99]))])
-def test_token_ids_become_plain_ints(ids):
+def test_token_ids_become_one_array(ids):
     checked = check_token_ids(ids, VOCAB)
-    assert checked == [5, 6, 99] and set(map(type, checked)) == {int} and type(checked) is list
+    assert checked.dtype == np.int64 and checked.tolist() == [5, 6, 99]
 
 
-def test_token_ids_are_a_list_of_their_own():
-    ids = [1, 2]
+def test_the_lowest_ids_are_no_bools():
+    assert check_token_ids([1, np.int64(0), 0, 1], VOCAB).tolist() == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("ids", [[1, 2], np.array([1, 2])])
+def test_token_ids_are_a_copy(ids):
     checked = check_token_ids(ids, VOCAB)
-    checked.append(3)
-    assert ids == [1, 2]
+    ids[0] = 5
+    assert checked.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("bad, names", [

@@ -1,10 +1,13 @@
 """Sampling in one kernel against the sampler's torch version: interpreted on the CPU, and on the GPU itself."""
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from nanovllm.layers import sampler
+from nanovllm.plan import SamplingBatch
+from nanovllm.runner.inputs import sampling_inputs, stream_keys
 from tests.interpreted import run_interpreted
 
 
@@ -71,12 +74,39 @@ def check_lowest_kept(vocab_size: int, device: str) -> None:
         assert (mass_kept(scaled, ours) - mass_kept(scaled, expected)).abs().max() < (1e-4 if step == 0 else 5e-2)
 
 
+def check_plain_draws(n: int, vocab_size: int, unknown: list[int], dtype: torch.dtype, device: str) -> None:
+    """What decode graphs sample is what the whole sampler does: greedy and random rows, masked ids, bad rows."""
+    from nanovllm.attention.fused import TritonOps
+
+    index, rng = np.arange(n), np.random.default_rng(n)
+    known = ~np.isin(np.arange(vocab_size), unknown)
+    whole = sampler.Sampler(vocab_size, n, known, torch.device(device), TritonOps())
+    ones = np.ones(n, np.float32)
+    batch = SamplingBatch(temperature=np.linspace(0.1, 3, n, dtype=np.float32), top_k=(index % 3 == 0).astype(np.int64),
+                          top_p=ones, min_p=0 * ones, seed=index % 7, token_index=index, repetition_penalty=ones,
+                          seq_rows=index)
+    logits = torch.from_numpy(rng.standard_normal((n, vocab_size), np.float32)).mul(3).to(device, dtype)
+    logits[:, unknown] = 50.0
+    logits[1], logits[3] = float("-inf"), float("nan")
+    before = logits.clone()
+    ids, finite = whole.draw_plainly(
+        logits, torch.from_numpy(batch.temperature)[:, None].to(device),
+        torch.from_numpy(stream_keys(batch.seed, batch.token_index)).to(device),
+        torch.from_numpy(batch.top_k == 1).to(device))
+    expected = whole(logits.to(torch.float32, copy=True), sampling_inputs(batch, (), vocab_size, torch.device(device)))
+    assert torch.equal(ids, expected.token_ids) and torch.equal(finite, expected.finite)
+    assert finite.tolist() == [row not in (1, 3) for row in range(n)] and not set(ids.tolist()) & set(unknown) - {0}
+    assert len(set(ids.tolist())) > n // 2 and torch.equal(logits.nan_to_num(), before.nan_to_num())
+
+
 def check_all_on_cpu() -> None:
     check_largest(4, 5000, "cpu")
     check_lowest_kept(300, "cpu")
     for vocab_size in (50, 4096, 5000):
         check_draw(6, vocab_size, False, "cpu")
         check_draw(6, vocab_size, True, "cpu")
+    for unknown in ([], [298, 299], [5, 70]):
+        check_plain_draws(12, 300, unknown, torch.float32, "cpu")
 
 
 def test_interpreted_kernels_equal_the_sampler():
@@ -95,3 +125,10 @@ def test_kernel_equals_the_sampler(vocab_size, filters):
 def test_largest_and_lowest_kept(vocab_size):
     check_largest(33, vocab_size, "cuda")
     check_lowest_kept(vocab_size, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("unknown", [[], [*range(151_643, 151_936)], [5, 70]], ids=len)
+def test_plain_draws_are_those_of_the_whole_sampler(unknown, dtype):
+    check_plain_draws(64, 151_936, unknown, dtype, "cuda")

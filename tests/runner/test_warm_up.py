@@ -1,9 +1,13 @@
 """The largest step and picture that the options allow, and what a card leaves for the caches after them."""
 from __future__ import annotations
 
+import json
+from math import prod
+
 import pytest
 import torch
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.runner.warm_up import budget_of, largest_picture, largest_step, max_patches_a_call, num_warm_up_blocks
@@ -83,3 +87,25 @@ def test_the_caches_fit_the_share_on_a_gpu(qwen2_5_vl):
     assert result.finite.all() and torch.cuda.max_memory_allocated() - before <= 0.1 * total
     runner.close()
     assert torch.cuda.memory_allocated() - before < 100 << 20
+
+
+@pytest.mark.gpu
+def test_a_card_filled_to_nine_tenths_takes_its_first_large_pictures(tmp_path):
+    """Layers as wide as Qwen2.5-VL-3B's, so that a picture of 3584x3584 needs gigabytes beside the caches."""
+    make_qwen2_5_vl(tmp_path, dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= dict(hidden_size=2048, num_attention_heads=16, num_key_value_heads=2, intermediate_size=11008,
+                   num_hidden_layers=2, max_position_embeddings=65536,
+                   rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]))
+    config["vision_config"] |= dict(depth=4, hidden_size=1280, num_heads=16, intermediate_size=3420,
+                                    out_hidden_size=2048, fullatt_block_indexes=[3], window_size=112)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    grid, pad = (1, 256, 256), config["image_token_id"]
+    with LLM(str(tmp_path), load_format="dummy", gpu_memory_utilization=0.9, max_num_seqs=8) as llm:
+        assert torch.cuda.memory_allocated() > 0.8 * torch.cuda.get_device_properties(0).total_memory
+        for num_pictures in (1, 2):
+            pictures = [dict(pixel_values=torch.randn(prod(grid), 1176), image_grid_thw=[grid])
+                        for _ in range(num_pictures)]
+            prompts = [[1, *[pad] * (prod(grid) // 4), 2] for _ in pictures]
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), pictures, use_tqdm=False)
+            assert [output["finish_reason"] for output in outputs] == ["length"] * num_pictures
