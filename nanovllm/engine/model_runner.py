@@ -28,6 +28,7 @@ from nanovllm.runner.kv_cache import (
     GIB,
     CacheSizes,
     allocate_kv_cache,
+    free,
     kv_block_bytes,
     move_kv,
     sizes_of_budget,
@@ -149,11 +150,14 @@ class ModelRunner:
         yield True
 
     def close(self) -> None:
-        """Gives the device memory back; the runner carries out no step any more."""
-        self.encoder_cache.release_rows()
+        """Gives the device memory back, whoever still refers to it; the runner carries out no step any more."""
         for graphs in (self.decode_graphs, self.span_graphs):
             if graphs is not None:
                 graphs.close()
+        # The traceback of an error that someone keeps has frames, and these have tensors.
+        for tensor in (self.kv_cache, self.encoder_cache.rows, *self.model.parameters(), *self.model.buffers()):
+            free(tensor)
+        self.encoder_cache.release_rows()
         del self.model, self.kv_cache, self.sampler, self.last_ids, self.decode_graphs, self.span_graphs
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -78,6 +78,14 @@ def allocate_kv_cache(text: TextConfig, num_blocks: int, block_size: int, dtype:
     return allocate_zeros(shape, dtype, device)
 
 
+def free(tensor: Tensor) -> None:
+    """Gives a tensor's memory back, whoever still refers to it; that of a pool on the CPU, which is numpy's, goes with
+    the last reference."""
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+
+
 # ---------------------------------------------------------------- moves
 
 def move_kv(kv_cache: Tensor, copies: Sequence[KVCopy], inv_freq: Tensor, fused: FusedOps | None = None) -> None:

@@ -126,6 +126,17 @@ def test_an_error_on_the_first_rank_ends_the_others(folder: Path) -> None:
         await_end(pids, 1)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_kept_error_keeps_no_device_memory(folder: Path, ranks: int) -> None:
+    """Its traceback has frames that refer to the weights, as a notebook's last error does."""
+    with make_llm(folder, tensor_parallel_size=ranks) as llm:
+        weights = list(llm.runner.model.parameters())
+        with mock.patch.object(llm.runner.model, "compute_logits", side_effect=MemoryError("none left")), \
+                pytest.raises((RankError, MemoryError)) as kept:
+            llm.generate([text(10)], greedy(3), use_tqdm=False)
+    assert "none left" in str(kept.value) and not any(weight.untyped_storage().nbytes() for weight in weights)
+
+
 def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     broken = make_qwen3(tmp_path)
     (broken / "model.safetensors").unlink()
