@@ -1,6 +1,7 @@
 """Works out what tensor parallelism asks of each rank, and how image affinity behaves as engines come and go.
 
     python tools/scaling.py tables
+    python tools/scaling.py floors
     python tools/scaling.py affinity [--plot docs/affinity.png]
 
 Nothing is measured: sizes are counted on models without memory, and the cluster is simulated.
@@ -10,14 +11,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
+from benchmarks.floors import Ceilings, generation_floors, image_call_floor
+from benchmarks.generation import throughput_work
 from benchmarks.published import SIZES
 from nanovllm.attention import select_backend
 from nanovllm.config import check_ranks
@@ -28,7 +33,12 @@ from nanovllm.parallel import TensorParallel
 BYTES = 2                       # of a bfloat16
 RANKS = (1, 2, 4, 8)
 BATCH = 256                     # sequences of a decode step
-PATCHES, ROWS = 42196, 10549    # of a 3840 x 2160 picture in the vision tower, and behind it
+GRID = (1, 154, 274)            # of a 3840 x 2160 picture
+PATCHES, ROWS = 42196, 10549    # of it in the vision tower, and behind it
+TEXT = 42                       # tokens around it in the prompt of `bench.py --mode image`
+# Copies and products as docs/log.md has them of an H200; NVLink each way as its maker has it.
+H200 = Ceilings(bytes_per_second=4.15e12, flops_per_second=838e12)
+NVLINK = 450e9                  # bytes a second
 
 # ---------------------------------------------------------------- tensor parallelism
 
@@ -81,6 +91,46 @@ def print_tables() -> None:
                 print(f"| {ranks} | {str(error).partition(': ')[2].partition(';')[0]}" + " |" * (len(head) - 1))
             else:
                 print(f"| {table_row(config, ranks)} |")
+
+
+# ---------------------------------------------------------------- floors
+
+# What benchmarks/two_gpus.py runs: (requests, longest prompt, longest output), seed 0.
+TEXT_RUNS = {"0.6b": (256, 1024, 1024), "8b": (128, 512, 256), "32b": (128, 512, 256)}
+RATIOS = (1.0, 0.05)            # of a picture's rows that are computed; at 1.0 the tower runs, too
+
+
+def ceilings(ranks: int, vision_ranks: int = 1) -> Ceilings:
+    """Of H200s on NVLink."""
+    return replace(H200, ranks=ranks, vision_ranks=vision_ranks, fabric_bytes_per_second=NVLINK)
+
+
+def print_floors() -> None:
+    parts = ("prompts", "weights", "KV", "sums", "logits")
+    print(f"| model | requests | ranks | {', s | '.join(parts)}, s | all, s | output tok/s | against one rank |")
+    print("|---" * 11 + "|")
+    for size, shape in TEXT_RUNS.items():
+        name, config, alone = SIZES[size][0], model_config(size), 0.0
+        work = throughput_work(0, *shape, config.text.vocab_size)
+        for ranks in (1, 2):
+            floors = generation_floors(config, BYTES, [len(prompt) for prompt in work.prompts], work.output_lens,
+                                       ceilings(ranks))
+            seconds = sum(floors.values())
+            alone = alone or seconds
+            print(f"| {name} | {shape[0]} | {ranks} | {' | '.join(f'{floors[part]:.2f}' for part in parts)} | "
+                  f"{seconds:.2f} | {work.num_output_tokens / seconds:,.0f} | {alone / seconds:.2f} x |")
+    print("\n| Qwen2.5-VL-7B-Instruct, a 4K picture | ranks | tower | cold, ms | warm and moved at 0.05, ms |")
+    print("|---" * 5 + "|")
+    for ranks, vision_ranks in ((1, 1), (2, 2), (2, 1)):
+        calls = [picture_floor(ratio, ceilings(ranks, vision_ranks)) for ratio in RATIOS]
+        tower = "whole" if vision_ranks == 1 else "split"
+        print(f"| to the first token | {ranks} | {tower} | {' | '.join(f'{1e3 * call:.1f}' for call in calls)} |")
+
+
+def picture_floor(ratio: float, device: Ceilings) -> float:
+    computed = math.ceil(ratio * ROWS)
+    return image_call_floor(model_config("7b"), BYTES, ROWS + TEXT, computed + TEXT, ROWS - computed,
+                            [GRID] if ratio == 1 else [], device)
 
 
 # ---------------------------------------------------------------- affinity
@@ -154,11 +204,13 @@ def draw(series: dict[str, list[float]], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tables", "affinity"))
+    parser.add_argument("what", choices=("tables", "floors", "affinity"))
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="affinity: draw the shares over time")
     args = parser.parse_args()
     if args.what == "tables":
         print_tables()
+    elif args.what == "floors":
+        print_floors()
     else:
         run_affinity(args.plot)
 
