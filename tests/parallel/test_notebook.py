@@ -1,4 +1,4 @@
-"""In a notebook ranks live from cell to cell: `__main__` has no file, and the last error is kept with all its frames."""
+"""In a notebook ranks live from cell to cell: `__main__` has no file, and the last error is kept with its frames."""
 from __future__ import annotations
 
 import os
