@@ -66,10 +66,17 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 # ---------------------------------------------------------------- sizes
 
 def layer_parameters(text: TextConfig) -> int:
-    """Parameters that every computed token is multiplied with: all decoder layers, without embedding and head."""
+    """Parameters of all decoder layers, without embedding and head."""
     width = text.num_heads * text.head_dim
     attention = text.hidden_size * (2 * width + 2 * text.num_kv_heads * text.head_dim)
     return text.num_layers * (attention + 3 * text.hidden_size * text.intermediate_size)
+
+
+def prompt_parameters(text: TextConfig) -> int:
+    """Parameters that every prompt token must be multiplied with: of the last layer, those of keys and values alone,
+    since of nearly all tokens nobody asks for logits."""
+    before_last = layer_parameters(text) // text.num_layers * (text.num_layers - 1)
+    return before_last + 2 * text.hidden_size * text.num_kv_heads * text.head_dim
 
 
 def step_parameters(text: TextConfig) -> int:
@@ -93,7 +100,7 @@ def generation_floors(config: ModelConfig, itemsize: int, prompt_lens: Sequence[
     logits = text.vocab_size // ranks * sum(output_lens) * itemsize if ranks > 1 else 0
     sums = sum_bytes(text.hidden_size, 2 * text.num_layers + 1, sum(prompt_lens) + sum(output_lens), itemsize, ranks)
     return dict(
-        prompts=2 * layer_parameters(text) * sum(prompt_lens) / ranks / ceilings.flops_per_second,
+        prompts=2 * prompt_parameters(text) * sum(prompt_lens) / ranks / ceilings.flops_per_second,
         weights=weight_reads / ranks / ceilings.bytes_per_second,
         KV=kv_reads * kv_bytes_per_token(text, itemsize) / ranks / ceilings.bytes_per_second,
         sums=sums / ceilings.fabric_bytes_per_second, logits=logits / ceilings.fabric_bytes_per_second)
@@ -108,9 +115,9 @@ def image_call_floor(config: ModelConfig, itemsize: int, num_prompt: int, num_co
                      encoded_grids: Sequence[tuple[int, int, int]], ceilings: Ceilings) -> float:
     """One token out: the images encoded, `num_computed` rows computed, the KV of `num_reused` rows moved."""
     text = config.text
-    attention = 4 * num_computed * (num_prompt - num_computed / 2) * text.num_heads * text.head_dim * text.num_layers
+    seen = num_computed * (num_prompt - num_computed / 2) * (text.num_layers - 1)       # keys, by queries in all layers
     ranks, vision_ranks = ceilings.ranks, ceilings.vision_ranks
-    operations = (2 * layer_parameters(text) * num_computed + attention) / ranks
+    operations = (2 * prompt_parameters(text) * num_computed + 4 * seen * text.num_heads * text.head_dim) / ranks
     sent = sum_bytes(text.hidden_size, 2 * text.num_layers + 1, num_computed, itemsize, ranks)
     for grid in encoded_grids:
         assert config.vision is not None

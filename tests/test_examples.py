@@ -13,7 +13,13 @@ import pytest
 
 import test_partial_recompute as experiment
 from bench import parse_args
-from benchmarks.floors import encoder_operations, kv_bytes_per_token, step_parameters
+from benchmarks.floors import (
+    encoder_operations,
+    kv_bytes_per_token,
+    layer_parameters,
+    prompt_parameters,
+    step_parameters,
+)
 from benchmarks.generation import FULL_SIZE, FULL_SIZE_TOKENS, Work, throughput_work
 from benchmarks.host_time import StubbedRunner, decode_host_ms
 from benchmarks.image import grid_of
@@ -217,6 +223,7 @@ def test_published_sizes_are_read_as_published(tmp_path: Path, monkeypatch: pyte
         configs[size] = ModelConfig.from_folder(tmp_path / size)
     text = configs["0.6b"].text
     assert (step_parameters(text), kv_bytes_per_token(text, 2)) == (595_984_384, 114_688)
+    assert prompt_parameters(text) / layer_parameters(text) == pytest.approx(27 / 28, abs=0.01)
     billions = {size: step_parameters(config.text) / 1e9 for size, config in configs.items()}
     assert billions == pytest.approx({"0.6b": 0.60, "8b": 7.57, "32b": 31.98, "3b": 3.09, "7b": 7.07}, abs=0.01)
     vision = configs["3b"].vision

@@ -23,7 +23,7 @@ from nanovllm.parallel import ALONE, TensorParallel
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.runner.cuda_graph import DecodeGraphs, GraphCost, GraphMemory, graph_sizes
 from nanovllm.runner.image_encoder import EncodedImages, EncodesImages, encode_images, encode_spread_images
-from nanovllm.runner.inputs import layer_stages, samples_plainly, sampling_inputs, to_device
+from nanovllm.runner.inputs import final_rows, layer_stages, samples_plainly, sampling_inputs, to_device
 from nanovllm.runner.kv_cache import (
     GIB,
     CacheSizes,
@@ -185,12 +185,13 @@ class ModelRunner:
         if self.span_graphs is not None and self.span_graphs.fits(plan):
             hidden = self.span_graphs.replay(plan, hidden)
         else:
-            stages = layer_stages(plan.stages, self.config.kvcache_block_size, self.device)
-            hidden = self.model(hidden, to_device(plan.positions, self.device), kv_cache, stages)
+            block_size = self.config.kvcache_block_size
+            hidden = self.model(hidden, to_device(plan.positions, self.device), kv_cache,
+                                layer_stages(plan.stages, block_size, self.device),
+                                final_rows(plan, block_size, self.device))
         if not len(plan.logits_rows):
             return None, encoded
-        logits = self.model.compute_logits(hidden.index_select(0, to_device(plan.logits_rows, self.device)))
-        return self._sample(plan, logits), encoded
+        return self._sample(plan, self.model.compute_logits(hidden)), encoded
 
     def _encode(self, plan: StepPlan) -> tuple[EncodedImages, dict[object, Tensor]]:
         """Encodes the plan's images: rows with blocks go to the encoder cache, the others are returned by key."""

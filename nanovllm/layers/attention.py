@@ -27,14 +27,18 @@ class PagedAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward_normed(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, rotation: Rotation, kv_cache: Tensor,
-                       spans: SpanBatch) -> tuple[Tensor, Tensor]:
+                       spans: SpanBatch, kept: tuple[Tensor, SpanBatch] | None = None) -> tuple[Tensor, Tensor]:
         """(attention of the norm of x + residual, x + residual), all `[tokens, hidden]`.
 
-        kv_cache `[2, blocks, block_size, kv_heads, head_dim]` is written; kv_heads are those of this rank.
+        kv_cache `[2, blocks, block_size, kv_heads, head_dim]` is written; kv_heads are those of this rank. kept: the
+        rows (int64) that go on from here, and their spans; the others do no more than store their KV.
         """
         k_cache, v_cache = kv_cache.unbind(0)
         projections, residual = self.qkv_proj.forward_normed(norm, x, residual)
         q = self._queries(projections, rotation, k_cache, v_cache, spans.slot_mapping)
+        if kept is not None:
+            rows, spans = kept
+            q, residual = q.index_select(0, rows), residual.index_select(0, rows)
         out = self.backend.attend(q, k_cache, v_cache, spans, self.scale)
         return self.o_proj(out.flatten(1)), residual
 

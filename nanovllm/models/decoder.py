@@ -13,7 +13,7 @@ from nanovllm.layers.embedding import VocabEmbedding
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding, Rotation
 from nanovllm.model_config import ModelConfig, TextConfig
-from nanovllm.models.layer_stage import LayerStage
+from nanovllm.models.layer_stage import FinalRows, LayerStage
 from nanovllm.parallel import ALONE, TensorParallel
 
 
@@ -28,11 +28,13 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, fused=backend.fused, parallel=parallel)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, kv_cache: Tensor, spans: SpanBatch
+        self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, kv_cache: Tensor, spans: SpanBatch,
+        final: FinalRows | None
     ) -> tuple[Tensor, Tensor]:
-        """(what this layer adds, the stream it is to be added to), both `[tokens, hidden]`."""
+        """(what this layer adds, the stream it is to be added to), both `[tokens, hidden]`; tokens: all, or `final`."""
+        kept = None if final is None else (final.rows, final.spans)
         hidden, residual = self.self_attn.forward_normed(self.input_layernorm, hidden, residual, rotation, kv_cache,
-                                                         spans)
+                                                         spans, kept)
         return self.mlp.forward_normed(self.post_attention_layernorm, hidden, residual)
 
 
@@ -46,7 +48,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend.fused)
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim)
 
-    def forward(self, hidden: Tensor, positions: Tensor, kv_cache: Tensor, stages: Sequence[LayerStage]) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor, kv_cache: Tensor, stages: Sequence[LayerStage],
+                final: FinalRows | None) -> Tensor:
         """See `CausalLM.forward`."""
         assert stages and stages[0].first_layer == 0, "the first stage starts at layer 0"
         starting = {stage.first_layer: stage for stage in stages}
@@ -61,7 +64,8 @@ class Decoder(nn.Module):
                     residual = None if residual is None else residual.index_select(0, rows)
                 if not spans.q_lens:        # every row left to reused KV: none goes further
                     break
-            hidden, residual = layer(hidden, residual, (cos, sin), kv_cache[index], spans)
+            is_last = index == len(self.layers) - 1
+            hidden, residual = layer(hidden, residual, (cos, sin), kv_cache[index], spans, final if is_last else None)
         return self.norm.add_and_norm(hidden, residual)[0]
 
 
@@ -82,14 +86,15 @@ class CausalLM(nn.Module):
         """`[tokens, hidden]` of token_ids int64 `[tokens]`."""
         return self.model.embed_tokens(token_ids)
 
-    def forward(self, hidden: Tensor, positions: Tensor, kv_cache: Tensor, stages: Sequence[LayerStage]) -> Tensor:
-        """Final hidden states `[rows of the last stage, hidden]` of embeddings hidden `[tokens, hidden]`.
+    def forward(self, hidden: Tensor, positions: Tensor, kv_cache: Tensor, stages: Sequence[LayerStage],
+                final: FinalRows | None = None) -> Tensor:
+        """Final hidden states `[rows, hidden]`, of the last stage or of `final`, from embeddings `[tokens, hidden]`.
 
         positions: int64 `[axes, tokens]`, 1 axis for text models and 3 (t, h, w) for M-RoPE; stages in the order of
         their first layers, the first of them 0; kv_cache `[layers, 2, blocks, block_size, kv_heads, head_dim]` gets
         the keys and values of every computed row.
         """
-        return self.model(hidden, positions, kv_cache, stages)
+        return self.model(hidden, positions, kv_cache, stages, final)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab_size]`, in the dtype of the weights, of final hidden states `[rows, hidden]`; on rank 0, see

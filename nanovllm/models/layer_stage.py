@@ -1,4 +1,4 @@
-"""From which decoder layer on which rows are computed: the form in which a model takes the stages of a step."""
+"""Which rows of a step each decoder layer computes: the form in which a model takes a plan's stages and logits rows."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,3 +15,11 @@ class LayerStage:
     first_layer: int
     rows: Tensor | None         # int64 [rows of this stage], indices into the previous stage's rows; None: all of them
     spans: SpanBatch
+
+
+@dataclass(frozen=True)
+class FinalRows:
+    """The rows whose final hidden states are wanted: in the last layer only they attend, of the others KV is stored."""
+
+    rows: Tensor                # int64 [wanted], indices into the last stage's rows
+    spans: SpanBatch            # one query each; its slots are not used

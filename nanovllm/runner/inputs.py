@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nanovllm.attention.contract import SpanBatch
 from nanovllm.layers.sampler import LogprobRows, PenaltyRows, RandomRows, SamplingInputs, SeenResets
-from nanovllm.models.layer_stage import LayerStage
-from nanovllm.plan import IntArray, SamplingBatch, SpanTable, Stage
+from nanovllm.models.layer_stage import FinalRows, LayerStage
+from nanovllm.plan import IntArray, SamplingBatch, SpanTable, Stage, StepPlan
 
 MAX_DRAWN_VALUES = 1 << 24      # logits that one group of random rows holds at most: bounds the sampler's memory
 
@@ -56,6 +56,22 @@ def span_batch(spans: SpanTable, block_size: int, device: torch.device) -> SpanB
 def layer_stages(stages: Sequence[Stage], block_size: int, device: torch.device) -> list[LayerStage]:
     return [LayerStage(stage.first_layer, None if stage.rows is None else to_device(stage.rows, device),
                        span_batch(stage.spans, block_size, device)) for stage in stages]
+
+
+def row_spans(spans: SpanTable, rows: IntArray) -> SpanTable:
+    """A span for each of some rows of `spans`: its one query, against all that it may see."""
+    ends = np.cumsum(spans.lengths)
+    span = np.searchsorted(ends, rows, side="right")        # [rows] the one that holds each row
+    starts = rows - ends[span] + (spans.starts + spans.lengths)[span]
+    return SpanTable(starts, np.ones_like(starts), spans.block_tables[span], spans.seq_rows[span])
+
+
+def final_rows(plan: StepPlan, block_size: int, device: torch.device) -> FinalRows | None:
+    """The rows that want logits; None where there are none, since a model computes at least one."""
+    if not len(plan.logits_rows):
+        return None
+    return FinalRows(to_device(plan.logits_rows, device),
+                     span_batch(row_spans(plan.stages[-1].spans, plan.logits_rows), block_size, device))
 
 
 # ---------------------------------------------------------------- sampling

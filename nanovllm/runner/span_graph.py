@@ -12,13 +12,13 @@ from torch import Tensor
 
 from nanovllm.attention.contract import SpanBatch
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.layer_stage import LayerStage
+from nanovllm.models.layer_stage import FinalRows, LayerStage
 from nanovllm.plan import StepPlan
 from nanovllm.runner.cuda_graph import GraphMemory
-from nanovllm.runner.inputs import span_slots
+from nanovllm.runner.inputs import row_spans, span_slots
 from nanovllm.runner.staging import Shape, StagingBuffer, packed_bytes, packed_views
 
-MAX_SPANS = 16      # of a captured step
+MAX_SPANS = 16      # of a captured step, and rows that want logits
 
 
 def bucket_sizes(max_tokens: int) -> list[int]:
@@ -37,15 +37,20 @@ class SpanInputs:
     cu_seqlens_q: Tensor    # int32 [MAX_SPANS + 1]
     seqlens_k: Tensor       # int32 [MAX_SPANS]
     block_tables: Tensor    # int32 [MAX_SPANS, width]
+    final_rows: Tensor      # int64 [MAX_SPANS] rows that want logits
+    final_seqlens: Tensor   # int32 [MAX_SPANS] their KV ranges
+    final_tables: Tensor    # int32 [MAX_SPANS, width]
 
     @staticmethod
     def shapes(size: int, num_axes: int, width: int) -> list[Shape]:
         """dtype and shape of each array, in the order of the fields."""
         return [(torch.int64, (num_axes, size)), (torch.int64, (size,)), (torch.int32, (MAX_SPANS + 1,)),
+                (torch.int32, (MAX_SPANS,)), (torch.int32, (MAX_SPANS, width)), (torch.int64, (MAX_SPANS,)),
                 (torch.int32, (MAX_SPANS,)), (torch.int32, (MAX_SPANS, width))]
 
     def fill(self, plan: StepPlan, block_size: int) -> None:
-        """Writes a plan's spans. Rows behind them belong to no span and write no KV; spans behind them are empty."""
+        """Writes a plan's spans. Rows behind them belong to no span and write no KV; spans behind them are empty, and
+        final rows behind its own read one slot of block 0."""
         spans, tokens = plan.stages[0].spans, len(plan.token_ids)
         n, ends = len(spans.lengths), np.cumsum(spans.lengths)
         positions, slots = self.positions.numpy(), self.slot_mapping.numpy()
@@ -54,8 +59,13 @@ class SpanInputs:
         bounds, k_lens = self.cu_seqlens_q.numpy(), self.seqlens_k.numpy()
         bounds[0], bounds[1:n + 1], bounds[n + 1:] = 0, ends, ends[-1]
         k_lens[:n], k_lens[n:] = spans.starts + spans.lengths, 1
-        tables, width = self.block_tables.numpy(), spans.block_tables.shape[1]
-        tables[:n, :width], tables[:n, width:], tables[n:] = spans.block_tables, 0, 0
+        final, k = row_spans(spans, plan.logits_rows), len(plan.logits_rows)
+        for view, values in ((self.block_tables, spans.block_tables), (self.final_tables, final.block_tables)):
+            tables, (rows, width) = view.numpy(), values.shape
+            tables[:rows, :width], tables[:rows, width:], tables[rows:] = values, 0, 0
+        final_rows, final_lens = self.final_rows.numpy(), self.final_seqlens.numpy()
+        final_rows[:k], final_rows[k:] = plan.logits_rows, 0
+        final_lens[:k], final_lens[k:] = final.starts + 1, 1
 
     def spans(self, block_size: int) -> SpanBatch:
         """Spans whose lengths only the device knows: any of them may have all the tokens."""
@@ -64,12 +74,21 @@ class SpanInputs:
                          slot_mapping=self.slot_mapping, q_lens=(size,) * MAX_SPANS, k_lens=(), max_seqlen_q=size,
                          max_seqlen_k=width * block_size)
 
+    def final(self, block_size: int) -> FinalRows:
+        """As many as there can be, one query each."""
+        bounds = torch.arange(MAX_SPANS + 1, dtype=torch.int32, device=self.final_rows.device)
+        return FinalRows(self.final_rows, SpanBatch(
+            cu_seqlens_q=bounds, seqlens_k=self.final_seqlens, block_tables=self.final_tables,
+            slot_mapping=self.slot_mapping, q_lens=(1,) * MAX_SPANS, k_lens=(), max_seqlen_q=1,
+            max_seqlen_k=self.final_tables.shape[1] * block_size))
+
 
 @dataclass(frozen=True)
 class CapturedSpans:
     graph: torch.cuda.CUDAGraph
     spans: SpanBatch        # whose tensors the graph reads
-    hidden: Tensor          # [size, hidden] final hidden states, overwritten by the next replay of any size
+    final: FinalRows        # likewise
+    hidden: Tensor          # [MAX_SPANS, hidden] of the final rows, overwritten by the next replay of any size
 
 
 class SpanGraphs:
@@ -90,13 +109,15 @@ class SpanGraphs:
         self.steps = {size: self._capture(size, memory) for size in reversed(self.sizes)}
 
     def fits(self, plan: StepPlan) -> bool:
-        """Whether a captured step holds the plan: few enough tokens and spans, and all rows through all layers."""
+        """Whether a captured step holds the plan: few enough tokens, spans and logits, all rows through all layers."""
         spans = plan.stages[0].spans
-        return (len(plan.token_ids) <= self.sizes[-1] and len(spans.lengths) <= MAX_SPANS and len(plan.stages) == 1
+        return (len(plan.token_ids) <= self.sizes[-1] and len(plan.stages) == 1
+                and max(len(spans.lengths), len(plan.logits_rows)) <= MAX_SPANS
                 and spans.block_tables.shape[1] <= self.layout[1])
 
     def replay(self, plan: StepPlan, hidden: Tensor) -> Tensor:
-        """Final hidden states [tokens, hidden] of embeddings of the same shape; they stand until the next replay."""
+        """Final hidden states of the plan's logits rows, [rows, hidden], from embeddings [tokens, hidden]; they stand
+        until the next replay."""
         tokens = len(hidden)
         size = self.sizes[bisect_left(self.sizes, tokens)]
         shapes = SpanInputs.shapes(size, *self.layout)
@@ -105,7 +126,7 @@ class SpanGraphs:
         self.embeddings[:tokens].copy_(hidden)
         step = self.steps[size]
         step.graph.replay()
-        return step.hidden[:tokens]
+        return step.hidden[:len(plan.logits_rows)]
 
     def close(self) -> None:
         """As of `DecodeGraphs`."""
@@ -119,8 +140,11 @@ class SpanGraphs:
         inputs.cu_seqlens_q.zero_()
         inputs.seqlens_k.fill_(1)
         inputs.block_tables.zero_()
-        spans = inputs.spans(self.block_size)
+        inputs.final_rows.zero_()
+        inputs.final_seqlens.fill_(1)
+        inputs.final_tables.zero_()
+        spans, final = inputs.spans(self.block_size), inputs.final(self.block_size)
         stages = [LayerStage(0, None, spans)]
         embeddings = self.embeddings[:size]
-        graph, hidden = memory.capture(lambda: self.model(embeddings, inputs.positions, self.kv_cache, stages))
-        return CapturedSpans(graph, spans, hidden)
+        graph, hidden = memory.capture(lambda: self.model(embeddings, inputs.positions, self.kv_cache, stages, final))
+        return CapturedSpans(graph, spans, final, hidden)

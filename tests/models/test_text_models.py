@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from nanovllm.attention import select_backend
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.layer_stage import LayerStage
+from nanovllm.models.layer_stage import FinalRows, LayerStage
 from nanovllm.models.registry import build_model
 from nanovllm.models.weights import load_weights
 from tests.checkpoints import make_qwen2_5_vl, make_qwen3
@@ -138,6 +138,22 @@ def test_rows_dropped_at_a_layer_use_the_kv_that_is_there(tmp_path):
     assert out.shape[0] == 2
     for logits, expected in zip(out, full):
         torch.testing.assert_close(logits, expected[-1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@torch.inference_mode()
+def test_final_rows_are_those_of_all_rows_and_all_kv_is_stored(tmp_path, num_layers):
+    model = load(make_qwen3(tmp_path, num_hidden_layers=num_layers))
+    lengths, wanted = (9, 14), [(0, 8), (1, 3), (1, 13)]
+    pages, ids = Pages(lengths, 4, random.Random(0)), random_ids(model, lengths)
+    hidden, positions = torch.cat([*map(model.embed, ids)]), torch.cat([torch.arange(n) for n in lengths])[None]
+    stages = [LayerStage(0, None, pages.batch([(0, 0, 9), (1, 0, 14)]))]
+    rows = torch.tensor([seq * 9 + token for seq, token in wanted])
+    caches = new_cache(model, pages), new_cache(model, pages)
+    everything = model(hidden, positions, caches[0], stages)
+    final = FinalRows(rows, pages.batch([(seq, token, token + 1) for seq, token in wanted]))
+    torch.testing.assert_close(model(hidden, positions, caches[1], stages, final), everything[rows])
+    torch.testing.assert_close(*caches, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu

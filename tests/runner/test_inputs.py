@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanovllm.plan import SpanTable, Stage
-from nanovllm.runner.inputs import block_slots, layer_stages, span_batch, to_device
+from nanovllm.runner.inputs import block_slots, layer_stages, row_spans, span_batch, to_device
 
 CPU = torch.device("cpu")
 
@@ -35,6 +35,15 @@ def test_span_batch_equals_a_loop_over_tokens(block_size):
     assert (batch.max_seqlen_q, batch.max_seqlen_k) == (max(lengths), max(starts + lengths))
     assert batch.block_tables.tolist() == tables
     assert {batch.cu_seqlens_q.dtype, batch.seqlens_k.dtype, batch.block_tables.dtype} == {torch.int32}
+
+
+def test_a_row_sees_what_it_saw_in_its_span():
+    spans = SpanTable(np.array([3, 0, 9]), np.array([2, 4, 1]), np.arange(6, dtype=np.int32).reshape(3, 2), np.arange(3))
+    rows = row_spans(spans, np.array([6, 1, 2, 5]))
+    assert rows.starts.tolist() == [9, 4, 0, 3] and rows.lengths.tolist() == [1] * 4
+    assert rows.block_tables.tolist() == [[4, 5], [0, 1], [2, 3], [2, 3]]
+    assert rows.seq_rows.tolist() == [2, 0, 1, 1]
+    assert len(row_spans(spans, np.empty(0, np.int64)).starts) == 0
 
 
 def test_stages_keep_their_rows_and_may_be_empty():

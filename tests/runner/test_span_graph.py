@@ -25,7 +25,7 @@ def test_what_lies_behind_a_plan_belongs_to_no_span_and_writes_nowhere():
     shapes = SpanInputs.shapes(16, 1, 20)
     inputs = SpanInputs(*packed_views(torch.full((packed_bytes(shapes),), 77, dtype=torch.uint8), shapes))
     sequences = Sequences(random_ids([9, 40]))
-    plan = sequences.plan([(0, 2, 5), (1, 30, 34)])
+    plan = sequences.plan([(0, 2, 5), (1, 30, 34)], rows=[2, 5])        # the second but last of the other span
     inputs.fill(plan, block_size=16)
     assert inputs.cu_seqlens_q.tolist() == [0, 3] + [7] * (MAX_SPANS - 1)
     assert inputs.seqlens_k.tolist() == [5, 34] + [1] * (MAX_SPANS - 2)
@@ -34,3 +34,7 @@ def test_what_lies_behind_a_plan_belongs_to_no_span_and_writes_nowhere():
     width = plan.stages[0].spans.block_tables.shape[1]
     assert np.array_equal(inputs.block_tables[:2, :width], plan.stages[0].spans.block_tables)
     assert not inputs.block_tables[:2, width:].any() and not inputs.block_tables[2:].any()
+    assert inputs.final_rows.tolist() == [2, 5] + [0] * (MAX_SPANS - 2)
+    assert inputs.final_seqlens.tolist() == [5, 33] + [1] * (MAX_SPANS - 2)
+    assert torch.equal(inputs.final_tables, inputs.block_tables)
+    assert inputs.final(16).spans.q_lens == (1,) * MAX_SPANS
