@@ -113,7 +113,7 @@ def test_a_rank_that_fails_is_named_with_its_error(folder: Path) -> None:
             tell(replace(plan, logits_rows=np.array([10**6])) if next(steps) == 2 else plan)
 
         with mock.patch.object(llm.runner.ranks, "tell", garble_third), \
-                pytest.raises(RankError, match="rank 1 failed: IndexError: index out of range"):
+                pytest.raises(RankError, match="rank 1 failed: IndexError: index .* out of"):
             llm.generate([text(10)], greedy(LONG), use_tqdm=False)
 
 
