@@ -13,10 +13,11 @@ import argparse
 import json
 import math
 import multiprocessing
+import random
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -25,18 +26,21 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, ProcessorMixin
 
-from benchmarks.models import ModelFolder, open_model
-from benchmarks.pictures import draw_shapes
+from benchmarks.models import SHAPES_MODEL, ModelFolder, open_model
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
+from nanovllm.quality.pictures import draw
+from nanovllm.quality.shapes import draw_scene
 
 T = TypeVar("T")
 RULE = "=" * 60
-PICTURE_SIZE, OTHER_SIZE = (3840, 2160), (448, 448)
+PICTURE_SIZE, OTHER_SIZE = (3840, 2160), (336, 336)
+PIXELS_A_DOT = 8                    # of a painted picture, which is enlarged to its size
 PASSING_SHARE = 0.9                 # of the baseline's warm TTFT
 SHORT_SYSTEM = "You are a helpful assistant."
 LONG_SYSTEM = ("You look at drawings that children sent in. Describe shapes, colours and places in short, plain "
                "sentences; name each shape once, from left to right, and do not guess what a drawing means. ") * 3
+ONE_QUESTION, OTHER_QUESTION = "what colour is at row 1 column 1?", "what shape is at row 2 column 2?"
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,13 @@ class Pair:
     any_ordinal: bool = False
 
 
-FIRST = Prompt(SHORT_SYSTEM, ("picture",), "Which shapes are in the picture?")
-SAME_PLACE = Prompt(SHORT_SYSTEM, ("picture",), "Which colour has the largest shape?")
-MOVED = Prompt(LONG_SYSTEM, ("picture",), "Which colour has the largest shape?")
-FIRST_OF_TWO = Prompt(SHORT_SYSTEM, ("other", "picture"), "Which shapes are in the second picture?")
-SECOND_OF_TWO = Prompt(SHORT_SYSTEM, ("another", "picture"), "Which colour has the largest shape?")
+FIRST = Prompt(SHORT_SYSTEM, ("picture",), ONE_QUESTION)
+SAME_PLACE = Prompt(SHORT_SYSTEM, ("picture",), OTHER_QUESTION)
+MOVED = Prompt(LONG_SYSTEM, ("picture",), OTHER_QUESTION)
+FIRST_OF_TWO = Prompt(SHORT_SYSTEM, ("other", "picture"), f"in image 2, {ONE_QUESTION}")
+SECOND_OF_TWO = Prompt(SHORT_SYSTEM, ("another", "picture"), f"in image 2, {OTHER_QUESTION}")
 
-OTHER_QUESTION = Pair("same place, other question", FIRST, SAME_PLACE)
+STAYS = Pair("same place, other question", FIRST, SAME_PLACE)
 MOVED_PAIRS = (
     Pair("longer text before it", FIRST, MOVED),
     Pair("second of two, cached as second of two", FIRST_OF_TWO, SECOND_OF_TWO),
@@ -82,9 +86,9 @@ class Phase:
 
 def phases(ratio: float) -> list[Phase]:
     """The first one holds every warm prompt that the others are compared on."""
-    everything = (OTHER_QUESTION, *MOVED_PAIRS)
+    everything = (STAYS, *MOVED_PAIRS)
     return [Phase("Phase 1: Baseline  (recompute_ratio=0.0)", 0.0, everything[:3]),
-            Phase(f"Phase 2: Partial recompute  (recompute_ratio={ratio})", ratio, (OTHER_QUESTION,)),
+            Phase(f"Phase 2: Partial recompute  (recompute_ratio={ratio})", ratio, (STAYS,)),
             Phase(f"Phase 3: Partial recompute, picture moved  (recompute_ratio={ratio})", ratio, MOVED_PAIRS),
             Phase("Phase 4: Exact prefix caching alone  (recompute_ratio=0.0)", 0.0, everything, prefix_caching=True)]
 
@@ -106,6 +110,7 @@ class PairResult:
     warm_ttft: float
     warm_vit: float
     token_ids: list[int]
+    answer: str
     first_token: dict[int, float]       # log-probabilities of the warm request's first token, whole vocabulary
 
 
@@ -128,8 +133,7 @@ class Asker:
             messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
 
     def ask(self, inputs: Mapping[str, Any], pair: Pair, max_tokens: int, logprobs: int | None = None) -> RequestOutput:
-        params = SamplingParams(max_tokens=max_tokens, top_k=1, ignore_eos=True, logprobs=logprobs,
-                                reuse_any_ordinal=pair.any_ordinal)
+        params = SamplingParams(max_tokens=max_tokens, top_k=1, logprobs=logprobs, reuse_any_ordinal=pair.any_ordinal)
         return self.llm.generate(inputs["input_ids"].tolist(), params, [inputs], use_tqdm=False)[0]
 
     def measure(self, pair: Pair, max_tokens: int) -> PairResult:
@@ -148,12 +152,12 @@ class Asker:
             pair, image_tokens, warm["num_recomputed_image_tokens"], warm["num_reused_tokens"],
             warm["num_cached_tokens"], cold["num_prompt_tokens"], warm["num_prompt_tokens"], num_entries,
             1e3 * cold["ttft"], 1e3 * cold["vit_time"], 1e3 * warm["ttft"], 1e3 * warm["vit_time"],
-            warm["token_ids"], distribution)
+            warm["token_ids"], warm["text"], distribution)
 
 
 def run_phase(folder: ModelFolder, pictures: Mapping[str, Path], phase: Phase, device: str | None,
               max_tokens: int) -> list[PairResult]:
-    if folder.weights == "demo":
+    if folder.path == str(SHAPES_MODEL):
         torch.set_num_threads(1)        # so small a model mostly waits for its threads
     asker = Asker(folder, pictures, phase, device)
     with asker.llm:
@@ -188,6 +192,7 @@ def print_phase(phase: Phase, results: list[PairResult], full: Mapping[Prompt, P
         if result is not reference:
             print(f"Exact prefix hits: {result.cached}.  Against full prefill: {agreement(result, reference)}, "
                   f"{reference.warm_ttft / result.warm_ttft:.2f}x as fast")
+        print(f"Answer of request 2: {result.answer!r}")
     print()
 
 
@@ -221,12 +226,20 @@ def as_json(plan: list[Phase], results: list[list[PairResult]], full: Mapping[Pr
     return json.dumps(phases_by_title)
 
 
+def paint_picture(file: Path, size: tuple[int, int], seed: int) -> None:
+    """Coloured shapes in two or three rows and columns, as a file of so many pixels."""
+    width, height = size
+    scene = draw_scene(random.Random(seed), max_side=3)
+    [dots] = draw([replace(scene, width=width // PIXELS_A_DOT, height=height // PIXELS_A_DOT)])
+    Image.fromarray(dots.numpy()).resize(size).save(file)
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", help="folder or hub id; default ~/huggingface/Qwen2.5-VL-3B-Instruct, else a demo")
+    model.add_argument("--model", help="folder or hub id; default: the small trained one in assets/")
     model.add_argument("--size", choices=("3b", "7b"), help="a published size, with random weights")
-    parser.add_argument("--image", type=Path, help="a picture file; default: one of 3840x2160 drawn here")
+    parser.add_argument("--image", type=Path, help="a picture file; default: one of 3840x2160 painted here")
     parser.add_argument("--ratio", type=float, default=0.1, help="share of a reused picture's tokens to recompute")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--max-tokens", type=int, default=16, help="greedy tokens that are compared")
@@ -237,10 +250,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     plan, results = phases(args.ratio), []
-    with open_model(args.model, args.size) as folder, TemporaryDirectory(prefix="nanovllm-") as scratch:
+    model = args.model if args.model or args.size else str(SHAPES_MODEL)
+    with open_model(model, args.size) as folder, TemporaryDirectory(prefix="nanovllm-") as scratch:
         pictures = {name: Path(scratch, f"{name}.png") for name in ("other", "another", "picture")}
         for seed, (name, file) in enumerate(pictures.items()):
-            draw_shapes(*(PICTURE_SIZE if name == "picture" else OTHER_SIZE), seed=seed).save(file)
+            paint_picture(file, PICTURE_SIZE if name == "picture" else OTHER_SIZE, seed)
         pictures["picture"] = args.image or pictures["picture"]
         print(f"model: {folder.name} ({folder.weights} weights)   picture: {pictures['picture']}\n")
         for phase in plan:
@@ -248,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
             full = {result.pair.second: result for result in results[0]}
             print_phase(phase, results[-1][:1] if phase is plan[0] else results[-1], full)
     passed = print_summary(results[0][0], results[1][0])
-    if folder.weights != "checkpoint":
+    if folder.weights == "dummy":
         print("The weights are random: times and counts are real, agreement says nothing about a trained model.")
     if args.json:
         print(as_json(plan, results, full))

@@ -1,4 +1,4 @@
-"""Finds the model that a script runs: a given folder, a published size, the user's own copy, or a small demo."""
+"""Finds the model that a script runs: a given folder, a published size, the user's own copy, or a small one."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from benchmarks.published import write_published
 from tests.checkpoints import make_qwen2_5_vl
 
 VISION_MODEL, TEXT_MODEL = "Qwen2.5-VL-3B-Instruct", "Qwen3-0.6B"
+SHAPES_MODEL = Path(__file__).parent.parent / "assets" / "shapes-vl"    # small, and trained: tools/train_shapes_vl.py
 DEMO_MAX_PIXELS = 2304 * 28 * 28        # a 16:9 picture of any size becomes at most 64 x 36 tokens
 
 

@@ -27,7 +27,7 @@ def layer_errors(examiner: Examiner, questions: Sequence[Question], bar: tqdm) -
     """
     num_layers = examiner.llm.config.model_config.text.num_layers
     ratios = [(1.0,) * layer + (ONE_ROW,) * (num_layers - layer) for layer in range(num_layers + 1)]
-    outcomes = measure(examiner, questions, ratios, bar.update)
+    outcomes = measure(examiner, questions, ratios, bar.update, timed_per_kind=0)
     return [fmean(outcome.kl for outcome in outcomes if outcome.setting == layer)
             for layer in range(num_layers + 1)]
 
@@ -86,14 +86,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if not 0 < args.budget < 1:
         raise ValueError(f"--budget {args.budget}: give a ratio above 0 and below 1")
-    questions = choose_questions(args.questions, args.limit)
+    questions = choose_questions(args.questions, args.limit, args.seed)
     with (LLM(args.model, device=args.device, enable_prefix_caching=False) as llm,
           tqdm(total=len(questions), desc="Questions", dynamic_ncols=True) as bar):
-        examiner = Examiner(llm, max_tokens=1)
+        examiner = Examiner(llm, max_tokens=1, seed=args.seed)
         errors, sizes = layer_errors(examiner, questions, bar), image_sizes_of(examiner, questions)
         out = args.out or Path(llm.config.model_config.path, FILE_NAME)
     ratios = ratios_of(errors, args.budget, sizes)
-    out.write_text(json.dumps({KEY: ratios, "budget": args.budget, "num_questions": len(questions),
+    out.write_text(json.dumps({KEY: ratios, "budget": args.budget, "num_questions": len(questions), "seed": args.seed,
                                "kl_with_layers_computed": errors}, indent=2) + "\n", encoding="utf-8")
     print(f"{'layer':>5}{'KL computed below it':>22}{'ratio':>10}")
     for layer, (error, ratio) in enumerate(zip(errors, ratios)):

@@ -19,6 +19,7 @@ class SpanTable:
     starts: IntArray          # [spans] position in the sequence of the first query token
     lengths: IntArray         # [spans] number of query tokens, never 0
     block_tables: NDArray[np.int32]   # [spans, width] block ids; columns behind a span's KV hold any valid id
+    seq_rows: IntArray        # [spans] the batch row that the span's sequence holds; those of one row have one table
 
 
 @dataclass(frozen=True, slots=True)

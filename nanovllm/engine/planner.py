@@ -61,7 +61,7 @@ class Planner:
         stops = np.array([stop for _, (_, stop) in spans], np.int64)
         rows = np.array([entry.seq.row for entry, _ in spans], np.int64)
         width = -(-int(stops.max(initial=0)) // self.block_size)
-        return SpanTable(starts, stops - starts, self.rows.tables(rows, width))
+        return SpanTable(starts, stops - starts, self.rows.tables(rows, width), rows)
 
     def _sampling(self, entries: list[ScheduledSeq]) -> SamplingBatch:
         held, rows = self.rows, np.array([entry.seq.row for entry in entries], np.int64)

@@ -31,12 +31,12 @@ def parse_ratio(word: str) -> Ratio:
         return read_ratios(word)
 
 
-def choose_questions(file: Path | None, limit: int | None) -> list[Question]:
+def choose_questions(file: Path | None, limit: int | None, seed: int) -> list[Question]:
     """The file's, or the built-in ones; `limit` of them, all kinds alike for the built-in ones."""
     if file is not None:
         return read_questions(file)[:limit]
     per_kind = BUILTIN_PER_KIND if limit is None else -(-limit // len(KINDS))
-    return list(islice(builtin_questions(per_kind), limit))
+    return list(islice(builtin_questions(per_kind, seed), limit))
 
 
 def question_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
@@ -47,6 +47,8 @@ def question_parser(prog: str, description: str | None) -> argparse.ArgumentPars
     source.add_argument("--questions", type=Path, help="JSONL: images, question or messages; before, kind, answer")
     source.add_argument("--builtin", action="store_true", help="questions about shapes, 200 of each kind")
     parser.add_argument("--limit", type=int, help="questions at most")
+    parser.add_argument("--seed", type=int, default=0, help="of the built-in questions, and of what stands in front of "
+                                                            "pictures where they are first seen")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     return parser
 
@@ -66,14 +68,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     ratios = [parse_ratio(word) for word in args.ratios]
-    questions = choose_questions(args.questions, args.limit)
+    questions = choose_questions(args.questions, args.limit, args.seed)
     with (LLM(args.model, device=args.device, enable_prefix_caching=False) as llm,
           tqdm(total=len(questions), desc="Questions", dynamic_ncols=True) as bar):
-        outcomes = measure(Examiner(llm, args.max_tokens, args.first_seen), questions, ratios, bar.update)
+        outcomes = measure(Examiner(llm, args.max_tokens, args.first_seen, args.seed), questions, ratios, bar.update)
     names = ["one row" if word == "row" else word for word in args.ratios]
     lines = summarize(outcomes, names)
-    print(json.dumps({"model": args.model, "first_seen": args.first_seen, "lines": as_dicts(lines)}) if args.json
-          else table(lines))
+    print(json.dumps({"model": args.model, "first_seen": args.first_seen, "seed": args.seed, "lines": as_dicts(lines)})
+          if args.json else table(lines))
     if args.plot is not None:
         plot(lines, args.plot, f"{Path(args.model).name}: {len(questions)} questions")
 

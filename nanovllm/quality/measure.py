@@ -1,7 +1,9 @@
 """Asks every question in full and with reused pictures, and says how far the answers are apart."""
 from __future__ import annotations
 
+import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,21 @@ Ratio = float | Sequence[float]
 ONE_ROW = 1e-6                  # of any picture's rows: rounded up, one
 
 
+# Bounds of a batch: questions, and first-token distributions in numbers held on the host (some 100 bytes each).
+MAX_QUESTIONS, MAX_LOGPROBS = 32, 1 << 22
+TIMED_PER_KIND = 10             # questions of each kind whose time to the first token is measured, alone
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A question with the prompt that asks it and the one in which its pictures are first seen."""
+
+    question: Question
+    asking: Inputs
+    showing: Inputs
+    timed: bool
+
+
 @dataclass(frozen=True)
 class Reply:
     """What one request gave."""
@@ -24,7 +41,6 @@ class Reply:
     token_ids: list[int]
     text: str
     first: NDArray[np.float64]      # [vocab]: log-probabilities of the first token
-    ttft: float                     # seconds
     image_tokens: int
     reused_tokens: int              # of them, in the first layer
 
@@ -41,59 +57,98 @@ class Outcome:
     kl: float                       # of the first token's distribution from full prefill's, in nats
     image_tokens: int
     computed_tokens: int            # of them, in the first layer
-    ttft: float                     # seconds
+    ttft: float | None              # seconds, asked alone; None: not measured
 
 
 class Examiner:
     """One engine without prefix cache, so that all there is to reuse is image KV."""
 
-    def __init__(self, llm: LLM, max_tokens: int = 16, first_seen: str = "elsewhere") -> None:
+    def __init__(self, llm: LLM, max_tokens: int = 16, first_seen: str = "elsewhere", seed: int = 0) -> None:
         config = llm.config.model_config
         self.llm, self.max_tokens, self.first_seen = llm, max_tokens, first_seen
+        self.rng = random.Random(f"first seen {seed}")
         self.prompts = Prompts(config.path, config.vision_start_token_id, config.image_token_id,
                                config.vision_end_token_id)
 
-    def outcomes(self, question: Question, ratios: Sequence[Ratio]) -> Iterator[Outcome]:
+    def batches(self, questions: Iterable[Question], timed_per_kind: int = TIMED_PER_KIND) -> Iterator[list[Posed]]:
+        """Questions in batches whose prompts, of both kinds, fill at most half of the KV pool; one fits always."""
+        config, num_blocks = self.llm.config, self.llm.stats()["num_blocks"]
+        max_questions = max(1, min(MAX_QUESTIONS, MAX_LOGPROBS // config.model_config.text.vocab_size))
+        batch: list[Posed] = []
+        filled, seen = 0, Counter[str]()
+        for question in questions:
+            posed = Posed(question, self.prompts.asking(question),
+                          self.prompts.showing(question, self.first_seen, self.rng),
+                          seen[question.kind] < timed_per_kind)
+            seen[question.kind] += 1
+            needed = sum(-(-(inputs["input_ids"].shape[1] + self.max_tokens) // config.kvcache_block_size)
+                         for inputs in (posed.asking, posed.showing))
+            if batch and (len(batch) == max_questions or 2 * (filled + needed) > num_blocks):
+                yield batch
+                batch, filled = [], 0
+            batch.append(posed)
+            filled += needed
+        if batch:
+            yield batch
+
+    def outcomes(self, batch: Sequence[Posed], ratios: Sequence[Ratio]) -> list[Outcome]:
         """Full prefill in a fresh context first; then each ratio, the pictures having been seen elsewhere."""
-        asking = self.prompts.asking(question)
+        asking = [posed.asking for posed in batch]
         self.llm.reset_caches()
-        full = self._reply(asking, 0.0)
-        yield self._outcome(question, -1, full, full)
+        full = self._replies(asking, 0.0)
+        replies = [full]
         self.llm.reset_caches()
-        self._generate(self.prompts.showing(question, self.first_seen), 1, recompute_ratio=0.0)
-        for setting, ratio in enumerate(ratios):
-            yield self._outcome(question, setting, self._reply(asking, ratio), full)
+        self._generate([posed.showing for posed in batch], 1, recompute_ratio=0.0)
+        replies += [self._replies(asking, ratio) for ratio in ratios]
+        times = [self._times(posed, ratios) if posed.timed else [None] * len(replies) for posed in batch]
+        return [_outcome(posed.question, setting - 1, mine[i], full[i], times[i][setting])
+                for i, posed in enumerate(batch) for setting, mine in enumerate(replies)]
 
-    def _reply(self, asking: Inputs, ratio: Ratio) -> Reply:
-        """Asked twice: for the distribution, which also compiles what a step needs, then for answer and time."""
-        first = self._generate(asking, 1, recompute_ratio=ratio, logprobs=-1)["logprobs"][0]
-        if ratio == 0.0:
-            self.llm.reset_caches()         # the tower is part of a cold request
-        output = self._generate(asking, self.max_tokens, recompute_ratio=ratio)
-        image_id = self.llm.config.model_config.image_token_id
-        return Reply(output["token_ids"], output["text"], np.array([first[token] for token in range(len(first))]),
-                     output["ttft"], int((asking["input_ids"] == image_id).sum()), output["num_reused_tokens"])
+    def _replies(self, asking: Sequence[Inputs], ratio: Ratio) -> list[Reply]:
+        """Asked twice: for the first token's distribution, and for the answer."""
+        firsts = self._generate(asking, 1, recompute_ratio=ratio, logprobs=-1)
+        answers = firsts if self.max_tokens == 1 else self._generate(asking, self.max_tokens, recompute_ratio=ratio)
+        image_id, replies = self.llm.config.model_config.image_token_id, []
+        for inputs, first, answer in zip(asking, firsts, answers):
+            logprobs = first["logprobs"][0]
+            replies.append(Reply(answer["token_ids"], answer["text"],
+                                 np.array([logprobs[token] for token in range(len(logprobs))]),
+                                 int((inputs["input_ids"] == image_id).sum()), answer["num_reused_tokens"]))
+        return replies
 
-    def _generate(self, inputs: Inputs, max_tokens: int, **options: Any) -> Any:
+    def _times(self, posed: Posed, ratios: Sequence[Ratio]) -> list[float]:
+        """Seconds to the first token of full prefill, pictures encoded anew, and at each ratio; the request alone, and
+        asked twice, so that all that its step needs is compiled."""
+        for _ in range(2):
+            self.llm.reset_caches()
+            [full] = self._generate([posed.asking], 1, recompute_ratio=0.0)
+        self.llm.reset_caches()
+        self._generate([posed.showing], 1, recompute_ratio=0.0)
+        reused = [[self._generate([posed.asking], 1, recompute_ratio=ratio) for _ in range(2)][1][0]
+                  for ratio in ratios]
+        return [output["ttft"] for output in (full, *reused)]
+
+    def _generate(self, prompts: Sequence[Inputs], max_tokens: int, **options: Any) -> list[Any]:
         params = SamplingParams(max_tokens=max_tokens, top_k=1, **options)
-        return self.llm.generate(inputs["input_ids"].tolist(), params, [inputs], use_tqdm=False)[0]
+        return self.llm.generate([inputs["input_ids"][0].tolist() for inputs in prompts], params, list(prompts),
+                                 use_tqdm=False)
 
-    @staticmethod
-    def _outcome(question: Question, setting: int, reply: Reply, full: Reply) -> Outcome:
-        return Outcome(
-            question.kind, setting, None if question.answer is None else is_right(reply.text, question.answer),
-            first_equal=reply.token_ids[:1] == full.token_ids[:1], all_equal=reply.token_ids == full.token_ids,
-            kl=kl_divergence(full.first, reply.first), image_tokens=reply.image_tokens,
-            computed_tokens=reply.image_tokens - reply.reused_tokens, ttft=reply.ttft)
+
+def _outcome(question: Question, setting: int, reply: Reply, full: Reply, ttft: float | None) -> Outcome:
+    return Outcome(
+        question.kind, setting, None if question.answer is None else is_right(reply.text, question.answer),
+        first_equal=reply.token_ids[:1] == full.token_ids[:1], all_equal=reply.token_ids == full.token_ids,
+        kl=kl_divergence(full.first, reply.first), image_tokens=reply.image_tokens,
+        computed_tokens=reply.image_tokens - reply.reused_tokens, ttft=ttft)
 
 
 def measure(examiner: Examiner, questions: Iterable[Question], ratios: Sequence[Ratio],
-            done: Callable[[], object]) -> list[Outcome]:
-    """Every question at every ratio; calls `done` behind each question."""
+            done: Callable[[int], object], timed_per_kind: int = TIMED_PER_KIND) -> list[Outcome]:
+    """Every question at every ratio, in batches; calls `done` with the size of each batch behind it."""
     outcomes: list[Outcome] = []
-    for question in questions:
-        outcomes += examiner.outcomes(question, ratios)
-        done()
+    for batch in examiner.batches(questions, timed_per_kind):
+        outcomes += examiner.outcomes(batch, ratios)
+        done(len(batch))
     return outcomes
 
 

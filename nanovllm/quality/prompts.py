@@ -1,6 +1,7 @@
 """Turns questions into what `LLM.generate` takes, and their pictures into prompts of another kind."""
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,19 @@ from nanovllm.quality.shapes import Scene
 
 Inputs = Mapping[str, Any]
 FIRST_SEEN = ("elsewhere", "bare")
-# Moves the pictures of most prompts by more than a hundred positions.
-OTHER_SYSTEM = " ".join([
+SENTENCES = (
     "This is another conversation, and what follows has nothing to do with what will be asked later on.",
     "Look at what is shown, from left to right and from top to bottom, and say in a few plain words what it is.",
-    "Do not guess, do not invent anything, and do not repeat yourself."] * 4)
+    "Do not guess, do not invent anything, and do not repeat yourself.",
+    "Whoever reads your answer has not seen what you see, and may never see it.",
+    "If something is cut off, too small or too dark to be told, say so and go on with the next thing.",
+    "Numbers are written as figures, names as they are usually written, and nothing is abbreviated.")
 OTHER_QUESTION = "what is shown here?"
+
+
+def other_system(rng: random.Random) -> str:
+    """Six to eight sentences, which move the pictures of most prompts by more than a hundred positions."""
+    return " ".join(rng.choice(SENTENCES) for _ in range(rng.randint(6, 8)))
 
 
 class Prompts:
@@ -33,15 +41,15 @@ class Prompts:
         """The question itself."""
         return self._chat(question.messages, open_pictures(question.pictures))
 
-    def showing(self, question: Question, first_seen: str) -> Inputs:
-        """The same pictures in the same order: "elsewhere", behind a long system text and before another question, or
-        "bare", without a chat around them."""
+    def showing(self, question: Question, first_seen: str, rng: random.Random) -> Inputs:
+        """The same pictures in the same order: "elsewhere", behind a long system text that `rng` draws and before
+        another question, or "bare", without a chat around them."""
         pictures = open_pictures(question.pictures)
         if first_seen == "bare":
             text = self.picture_text * len(pictures) + OTHER_QUESTION
             return self.processor(text=[text], images=pictures, return_tensors="pt")
         user = [{"type": "image"}] * len(pictures) + [{"type": "text", "text": OTHER_QUESTION}]
-        return self._chat(({"role": "system", "content": [{"type": "text", "text": OTHER_SYSTEM}]},
+        return self._chat(({"role": "system", "content": [{"type": "text", "text": other_system(rng)}]},
                            {"role": "user", "content": user}), pictures)
 
     def _chat(self, messages: Sequence[Message], pictures: list[Image.Image]) -> Inputs:

@@ -30,9 +30,9 @@ def chat(question: str, num_pictures: int, before: str = "", question_first: boo
     return ({"role": "user", "content": ([{"type": "text", "text": before}] if before else []) + content},)
 
 
-def builtin_questions(num_per_kind: int) -> Iterator[Question]:
-    """Questions about coloured shapes, made from their seed, that `tools/train_shapes_vl.py` never trains on."""
-    for asked in held_out(num_per_kind):
+def builtin_questions(num_per_kind: int, seed: int = 0) -> Iterator[Question]:
+    """Questions about coloured shapes, others for each seed, that `tools/train_shapes_vl.py` never trains on."""
+    for asked in held_out(num_per_kind, seed):
         yield Question(chat(asked.question, len(asked.scenes), asked.before, asked.question_first), asked.scenes,
                        asked.kind, asked.answer)
 

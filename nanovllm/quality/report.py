@@ -28,7 +28,7 @@ class Line:
     kl_p95: float
     rows_computed: float            # image rows a question, in the first layer
     share_computed: float           # of all image rows
-    ttft_ms: float                  # median
+    ttft_ms: float | None           # median of those measured; None: of none
 
 
 def summarize(outcomes: Sequence[Outcome], settings: Sequence[str]) -> list[Line]:
@@ -43,12 +43,13 @@ def _line(setting: str, kind: str, outcomes: Sequence[Outcome]) -> Line:
     marks = [outcome.right for outcome in outcomes if outcome.right is not None]
     divergences = [outcome.kl for outcome in outcomes]
     computed = sum(outcome.computed_tokens for outcome in outcomes)
+    times = [outcome.ttft for outcome in outcomes if outcome.ttft is not None]
     return Line(
         setting, kind, len(outcomes), fmean(marks) if marks else None,
         fmean(outcome.first_equal for outcome in outcomes), fmean(outcome.all_equal for outcome in outcomes),
         fmean(divergences), float(np.percentile(divergences, 95)), computed / len(outcomes),
         computed / sum(outcome.image_tokens for outcome in outcomes),
-        1e3 * median(outcome.ttft for outcome in outcomes))
+        1e3 * median(times) if times else None)
 
 
 def as_dicts(lines: Sequence[Line]) -> list[dict[str, object]]:
@@ -70,9 +71,10 @@ def table(lines: Sequence[Line]) -> str:
 
 def _cells(line: Line) -> str:
     accuracy = "-" if line.accuracy is None else f"{line.accuracy:.3f}"
+    ttft = "-" if line.ttft_ms is None else f"{line.ttft_ms:.1f} ms"
     return "".join(f"{cell:>10}" for cell in (
         accuracy, f"{line.first_token_equal:.3f}", f"{line.answer_equal:.3f}", f"{line.kl_mean:.2e}",
-        f"{line.kl_p95:.2e}", f"{line.rows_computed:.1f}", f"{line.share_computed:.3f}", f"{line.ttft_ms:.1f} ms"))
+        f"{line.kl_p95:.2e}", f"{line.rows_computed:.1f}", f"{line.share_computed:.3f}", ttft))
 
 
 def plot(lines: Sequence[Line], file: Path, title: str) -> None:

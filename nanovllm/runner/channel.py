@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.plan import SamplingBatch, StepPlan
 from nanovllm.runner.image_encoder import image_owners
+from nanovllm.runner.plan_changes import PlanChanges
 
 LARGE_BYTES = 1 << 16       # buffers of at least this size, such as pixels, travel beside the pickle, not in it
 
@@ -98,10 +98,8 @@ def receive(connection: Connection) -> Any:
 
 # ---------------------------------------------------------------- plans
 
-def pack_plan(plan: StepPlan, size: int, spread_images: bool) -> list[Packed]:
-    """The plan as ranks 1 to size - 1 get it: without what only rank 0, which samples, needs, and with the pixels of
-    those images alone that the rank encodes by itself."""
-    plan = replace(plan, sampling=NOT_SAMPLED, penalty_resets=())
+def pack_plan(plan: PlanChanges, size: int, spread_images: bool) -> list[Packed]:
+    """The plan as ranks 1 to size - 1 get it: with the pixels of those images alone that the rank encodes by itself."""
     if not plan.encodes or not spread_images:
         return [pack(replace(plan, encodes=tuple(replace(each, pixels=None) for each in plan.encodes)))] * (size - 1)
     owners = image_owners(plan.encodes, size)
@@ -115,11 +113,3 @@ def portable(pixels: Any) -> Any:
     if not isinstance(pixels, Tensor):
         return np.ascontiguousarray(pixels)
     return pixels.clone() if pixels.dtype == torch.bfloat16 else pixels.contiguous().numpy()     # numpy has no bfloat16
-
-
-def _nothing_sampled() -> SamplingBatch:
-    floats, ints = np.zeros(0, np.float32), np.zeros(0, np.int64)
-    return SamplingBatch(floats, ints, floats, floats, ints, ints, floats, ints)
-
-
-NOT_SAMPLED = _nothing_sampled()

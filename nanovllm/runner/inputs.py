@@ -63,7 +63,7 @@ def row_spans(spans: SpanTable, rows: IntArray) -> SpanTable:
     ends = np.cumsum(spans.lengths)
     span = np.searchsorted(ends, rows, side="right")        # [rows] the one that holds each row
     starts = rows - ends[span] + (spans.starts + spans.lengths)[span]
-    return SpanTable(starts, np.ones_like(starts), spans.block_tables[span])
+    return SpanTable(starts, np.ones_like(starts), spans.block_tables[span], spans.seq_rows[span])
 
 
 def final_rows(plan: StepPlan, block_size: int, device: torch.device) -> FinalRows | None:

@@ -12,6 +12,7 @@ import torch
 
 from nanovllm.parallel import TensorParallel, connect, launched_store
 from nanovllm.runner.channel import EndCall, Failed, Ready, pack, receive, send
+from nanovllm.runner.plan_changes import PlanMemory
 from nanovllm.runner.rank import StepRunner, describe, follow
 from nanovllm.runner.workers import RankError, Ranks
 
@@ -46,7 +47,7 @@ class FirstRank:
     """Rank 0 as the others see it."""
 
     def __init__(self, rank: int, size: int, device: torch.device, spread_images: bool) -> None:
-        self.rank, self.device = rank, device
+        self.rank, self.device, self.memory = rank, device, PlanMemory()
         store = launched_store(rank, size)
         address = os.environ.get("MASTER_ADDR", socket.gethostname()), int(store.get("port"))
         self.connection = without_delay(Client(address, authkey=bytes.fromhex(store.get("key").decode())))
@@ -58,7 +59,7 @@ class FirstRank:
 
     def follow(self, runner: StepRunner) -> None:
         """Until the call is over that rank 0 makes, too; RuntimeError if rank 0 has closed the engine instead."""
-        if not follow(self.connection, runner):
+        if not follow(self.connection, runner, self.memory):
             raise RuntimeError("rank 0 has closed the engine: every rank has to make the same calls")
 
     @contextmanager

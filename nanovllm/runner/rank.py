@@ -15,6 +15,7 @@ import torch
 
 from nanovllm.parallel import connect, join_store
 from nanovllm.runner.channel import Close, EndCall, Failed, Ready, Start, pack, receive, send
+from nanovllm.runner.plan_changes import PlanMemory
 
 PARENT_POLL_SECONDS = 0.5
 
@@ -34,7 +35,7 @@ def serve(fd: int, parent: int) -> None:
     try:
         runner = start_runner(receive(connection), connection)
         send(connection, pack(Ready()))
-        follow(connection, runner)
+        follow(connection, runner, PlanMemory())
         runner.close()
         code = 0
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -67,14 +68,14 @@ def start_runner(start: Start, connection: Connection) -> StepRunner:
     return runner
 
 
-def follow(connection: Connection, runner: StepRunner) -> bool:
+def follow(connection: Connection, runner: StepRunner, memory: PlanMemory) -> bool:
     """Carries out plans until it is told to close, or, which makes it return True, that a call is over.
 
-    As on rank 0, a step may be launched while one is still running.
+    As on rank 0, a step may be launched while one is still running. memory: of all that rank 0 ever told this rank.
     """
     launched: deque[Any] = deque()
     while not isinstance(message := receive(connection), (Close, EndCall)):
-        launched.append(runner.launch(message))
+        launched.append(runner.launch(memory.restore(message)))
         if len(launched) > 1:
             runner.collect(launched.popleft())
     for step in launched:

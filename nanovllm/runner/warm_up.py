@@ -50,7 +50,7 @@ def largest_step(config: Config) -> StepPlan:
     full, rest = divmod(num_tokens, config.max_model_len)
     lengths = np.array([config.max_model_len] * full + [rest] * (rest > 0), np.int64)
     tables = np.tile(np.arange(num_warm_up_blocks(config), dtype=np.int32), (len(lengths), 1))
-    spans = SpanTable(config.max_model_len - lengths, lengths, tables)
+    spans = SpanTable(config.max_model_len - lengths, lengths, tables, np.zeros(len(lengths), np.int64))
     axes = num_position_axes(config)
     positions = np.concatenate([np.arange(config.max_model_len - n, config.max_model_len) for n in lengths])
     num_rows = min(config.max_num_seqs, num_tokens)

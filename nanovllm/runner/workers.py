@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from nanovllm.parallel import TensorParallel, connect, host_store
 from nanovllm.plan import StepPlan
 from nanovllm.runner.channel import Close, Ready, Start, pack, pack_plan, receive, send
+from nanovllm.runner.plan_changes import PlanMemory
 
 # In an interpreter of its own, which imports nothing of the embedding program: a script needs no main guard, and
 # notebooks and programs from standard input work too. Ctrl-C is for the first rank to handle.
@@ -51,6 +52,7 @@ class Ranks:
         self.parallel = TensorParallel(0, self.size)        # until the ranks are connected
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.connections: dict[int, Connection] = {}
+        self.memory = PlanMemory()
         self.failure: str | None = None
         self.num_ready = 0
         self.changed = threading.Condition()                # guards the two above
@@ -103,9 +105,9 @@ class Ranks:
     # ------------------------------------------------------------ work
 
     def tell(self, plan: StepPlan) -> None:
-        """Sends every rank what it needs of a plan."""
-        for connection, message in zip(self.connections.values(),
-                                       pack_plan(plan, self.size, self.parallel.spread_images)):
+        """Sends every rank what it does not know yet of a plan."""
+        messages = pack_plan(self.memory.changes(plan), self.size, self.parallel.spread_images)
+        for connection, message in zip(self.connections.values(), messages):
             send(connection, message)
 
     def end_call(self) -> None:

@@ -42,7 +42,7 @@ class Sequences:
         width = max(len(self.tables[seq]) for seq, _, _ in spans)
         tables = [self.tables[seq] + [0] * (width - len(self.tables[seq])) for seq, _, _ in spans]
         starts, stops = (np.array([span[i] for span in spans], np.int64) for i in (1, 2))
-        return SpanTable(starts, stops - starts, np.array(tables, np.int32))
+        return SpanTable(starts, stops - starts, np.array(tables, np.int32), np.array([seq for seq, _, _ in spans]))
 
     def plan(self, spans: Sequence[Span], later: Sequence[Stage] = (), rows: Any = None, **given: Any) -> StepPlan:
         """Greedy, with all logprobs, of the last row of every span (or of `rows` of the last stage)."""

@@ -156,8 +156,9 @@ def test_a_stage_may_have_no_rows_left(qwen3):
     """A chunk inside an image all of whose rows a ratio per layer drops."""
     sequences = Sequences(random_ids([40], seed=4))
     runner = make_runner(qwen3)
-    none = SpanTable(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 3), np.int32))
-    result = runner.execute(sequences.plan([(0, 0, 8)], [Stage(1, np.empty(0, np.int64), none)], rows=[]))
+    no_ints = np.empty(0, np.int64)
+    none = SpanTable(no_ints, no_ints, np.empty((0, 3), np.int32), no_ints)
+    result = runner.execute(sequences.plan([(0, 0, 8)], [Stage(1, no_ints, none)], rows=[]))
     assert len(result.token_ids) == 0
     written = runner.kv_cache[:, 0, sequences.tables[0][0], :8].isfinite().flatten(1).all(1)
     assert written.tolist() == [True, False, False]

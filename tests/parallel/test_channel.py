@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.plan import ImageEncode, SpanTable, Stage, StepPlan
-from nanovllm.runner.channel import NOT_SAMPLED, Packed, pack, pack_plan, portable, receive, send
+from nanovllm.plan import ImageEncode
+from nanovllm.runner.channel import Packed, pack, pack_plan, portable, receive, send
+from nanovllm.runner.plan_changes import NO_BLOCKS, PlanChanges
 
 
 def through(message: Packed) -> Any:
@@ -44,15 +45,13 @@ def test_a_view_of_pixels_brings_nothing_else(dtype: torch.dtype) -> None:
     assert np.array_equal(through(pack(portable(array[:, ::2]))), array[:, ::2])
 
 
-def plan_of(*grids: tuple[int, int, int]) -> StepPlan:
+def plan_of(*grids: tuple[int, int, int]) -> PlanChanges:
     encodes = tuple(ImageEncode(i, grid, torch.full((np.prod(grid), 4), float(i)), None, i)
                     for i, grid in enumerate(grids))
-    spans = SpanTable(np.array([0]), np.array([4]), np.zeros((1, 1), np.int32))
-    return StepPlan(np.arange(4), np.arange(4)[None], (Stage(0, None, spans),), np.array([3]), NOT_SAMPLED,
-                    encodes=encodes, penalty_resets=((0, np.arange(9)),))
+    return PlanChanges((), (), NO_BLOCKS, encodes, (), ())
 
 
-def sent(plan: StepPlan, size: int, spread_images: bool) -> list[StepPlan]:
+def sent(plan: PlanChanges, size: int, spread_images: bool) -> list[PlanChanges]:
     return [through(message) for message in pack_plan(plan, size, spread_images)]
 
 
@@ -60,7 +59,6 @@ def test_no_pixels_for_a_split_tower_whose_ranks_have_them_from_each_other() -> 
     plan = plan_of((1, 2, 2), (1, 4, 4))
     for received in sent(plan, 3, False):
         assert [(encode.grid, encode.pixels) for encode in received.encodes] == [((1, 2, 2), None), ((1, 4, 4), None)]
-        assert not received.penalty_resets and np.array_equal(received.token_ids, plan.token_ids)
 
 
 def test_spread_images_go_to_the_rank_that_encodes_them() -> None:

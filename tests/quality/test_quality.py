@@ -29,7 +29,7 @@ def run(model: Path, *args: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_every_ratio_against_full_prefill(model: Path) -> None:
     ratios = (1.0, 0.5, ONE_ROW, (1.0, 0.5, ONE_ROW))
     with LLM(str(model), device="cpu", kvcache_memory_gb=0.05, enable_prefix_caching=False) as llm:
-        outcomes = measure(Examiner(llm, max_tokens=2), list(builtin_questions(1))[:6], ratios, lambda: None)
+        outcomes = measure(Examiner(llm, max_tokens=2), list(builtin_questions(1))[:6], ratios, lambda _: None)
     by_setting = {setting: [o for o in outcomes if o.setting == setting] for setting in range(-1, 4)}
     assert all(len(group) == 6 for group in by_setting.values())
     for full in (*by_setting[-1], *by_setting[0]):
@@ -44,8 +44,47 @@ def test_every_ratio_against_full_prefill(model: Path) -> None:
 
 def test_pictures_seen_bare_are_reused(model: Path) -> None:
     with LLM(str(model), device="cpu", kvcache_memory_gb=0.05, enable_prefix_caching=False) as llm:
-        outcomes = measure(Examiner(llm, 1, first_seen="bare"), list(builtin_questions(1))[:1], [ONE_ROW], lambda: None)
+        examiner = Examiner(llm, 1, first_seen="bare")
+        outcomes = measure(examiner, list(builtin_questions(1))[:1], [ONE_ROW], lambda _: None)
     assert outcomes[1].computed_tokens == 1 and outcomes[1].kl > 0
+
+
+def test_batches_change_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions, by_size = list(builtin_questions(1)), {}
+    with LLM(str(model), device="cpu", dtype="float32", kvcache_memory_gb=0.05, enable_prefix_caching=False) as llm:
+        for size in (1, 4, 32):
+            monkeypatch.setattr("nanovllm.quality.measure.MAX_QUESTIONS", size)
+            sizes: list[int] = []
+            by_size[size] = measure(Examiner(llm, max_tokens=3), questions, [0.2], sizes.append, timed_per_kind=0)
+            assert sizes == {1: [1] * 10, 4: [4, 4, 2], 32: [10]}[size]
+    for alone, few, many in zip(*by_size.values()):
+        assert alone.kl == pytest.approx(few.kl, abs=1e-6) == pytest.approx(many.kl, abs=1e-6)
+        assert (alone.kind, alone.setting, alone.all_equal, alone.computed_tokens) == (
+            many.kind, many.setting, many.all_equal, many.computed_tokens)
+
+
+def test_batches_fit_the_pool(model: Path) -> None:
+    with LLM(str(model), device="cpu", num_kvcache_blocks=16, enable_prefix_caching=False) as llm:
+        batches = list(Examiner(llm, max_tokens=3).batches(builtin_questions(1)))
+    assert len(batches) >= 5 and sum(map(len, batches)) == 10
+
+
+def test_only_some_are_timed_alone(model: Path) -> None:
+    questions = [question for question in builtin_questions(2) if question.kind == "only"]
+    with LLM(str(model), device="cpu", kvcache_memory_gb=0.05, enable_prefix_caching=False) as llm:
+        outcomes = measure(Examiner(llm, max_tokens=1), questions, [0.2], lambda _: None, timed_per_kind=1)
+    assert [outcome.ttft is not None for outcome in outcomes] == [True, True, False, False]
+
+
+def test_seeds_give_other_questions_and_other_places(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = [json.loads(run(model, "--limit", "2", "--ratios", "row", "--json", "--seed", seed, capsys=capsys))
+               for seed in ("1", "1", "2")]
+    kls = [[line["kl_mean"] for line in output["lines"]] for output in outputs]
+    assert kls[0] == kls[1] != kls[2] and outputs[2]["seed"] == 2
+    with LLM(str(model), device="cpu", kvcache_memory_gb=0.05, enable_prefix_caching=False) as llm:
+        places = [[posed.showing["input_ids"].shape[1] for posed in batch] for seed in (1, 2)
+                  for batch in Examiner(llm, seed=seed).batches(list(builtin_questions(1)))]
+    assert places[0] != places[1]
 
 
 def test_table_json_and_plot(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ def test_span_batch_equals_a_loop_over_tokens(block_size):
     spans = [(rng.randrange(40), rng.choice([1, 1, rng.randint(1, 30)])) for _ in range(12)]
     tables = [[rng.randrange(100) for _ in range(70 // block_size + 1)] for _ in spans]
     starts, lengths = (np.array(column, np.int64) for column in zip(*spans))
-    batch = span_batch(SpanTable(starts, lengths, np.array(tables, np.int32)), block_size, CPU)
+    batch = span_batch(SpanTable(starts, lengths, np.array(tables, np.int32), np.arange(12)), block_size, CPU)
     slots = [table[token // block_size] * block_size + token % block_size
              for (start, length), table in zip(spans, tables) for token in range(start, start + length)]
     assert batch.slot_mapping.tolist() == slots
@@ -38,18 +38,20 @@ def test_span_batch_equals_a_loop_over_tokens(block_size):
 
 
 def test_a_row_sees_what_it_saw_in_its_span():
-    spans = SpanTable(np.array([3, 0, 9]), np.array([2, 4, 1]), np.arange(6, dtype=np.int32).reshape(3, 2))
+    spans = SpanTable(np.array([3, 0, 9]), np.array([2, 4, 1]), np.arange(6, dtype=np.int32).reshape(3, 2), np.arange(3))
     rows = row_spans(spans, np.array([6, 1, 2, 5]))
     assert rows.starts.tolist() == [9, 4, 0, 3] and rows.lengths.tolist() == [1] * 4
     assert rows.block_tables.tolist() == [[4, 5], [0, 1], [2, 3], [2, 3]]
+    assert rows.seq_rows.tolist() == [2, 0, 1, 1]
     assert len(row_spans(spans, np.empty(0, np.int64)).starts) == 0
 
 
 def test_stages_keep_their_rows_and_may_be_empty():
     table = np.zeros((1, 2), np.int32)
-    none = SpanTable(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 2), np.int32))
-    first, second = layer_stages([Stage(0, None, SpanTable(np.array([3]), np.array([2]), table)),
-                                  Stage(2, np.empty(0, np.int64), none)], 4, CPU)
+    no_ints = np.empty(0, np.int64)
+    none = SpanTable(no_ints, no_ints, np.empty((0, 2), np.int32), no_ints)
+    first, second = layer_stages([Stage(0, None, SpanTable(np.array([3]), np.array([2]), table, np.array([0]))),
+                                  Stage(2, no_ints, none)], 4, CPU)
     assert first.rows is None and (first.first_layer, second.first_layer) == (0, 2)
     assert second.rows is not None and second.rows.shape == (0,)
     assert second.spans.q_lens == () and second.spans.cu_seqlens_q.tolist() == [0]

@@ -86,6 +86,15 @@ def test_batches_are_seeded_and_full() -> None:
     assert shown.sum() == (first.scene >= 0).sum() // 4 and (cells >= 0).sum() <= shown.sum()
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_held_out_pictures_are_never_trained_on(seed: int) -> None:
+    held = {scene for asked in held_out(50, seed) for scene in asked.scenes}
+    for name in ("0 1 0", f"{seed} 1 0", f"{seed} 2 1"):        # as workers of training runs draw
+        rng = random.Random(name)
+        assert held.isdisjoint(scene for _ in range(200) for scene in draw_conversation(rng).scenes)
+    assert held.isdisjoint(scene for asked in held_out(50, seed + 1) for scene in asked.scenes)
+
+
 def test_grey_pictures_have_no_cells() -> None:
     asked = [conversation_of(without_pictures(each)) for each in held_out(1)]
     [batch] = batches_of(Encoder(make_tokenizer()), asked, 5, 16)

@@ -64,7 +64,7 @@ def write_folder(path: Path, size: str) -> None:
     _write(path / "generation_config.json", {"eos_token_id": ids[TURN_END], "pad_token_id": ids[END_OF_TEXT]})
     _write(path / "preprocessor_config.json", dict(
         image_processor_type="Qwen2VLImageProcessor", processor_class="Qwen2_5_VLProcessor", min_pixels=112 * 112,
-        max_pixels=1024 * 28 * 28, patch_size=14, temporal_patch_size=2, merge_size=2,
+        max_pixels=2304 * 28 * 28, patch_size=14, temporal_patch_size=2, merge_size=2,
         image_mean=[0.48145466, 0.4578275, 0.40821073], image_std=[0.26862954, 0.26130258, 0.27577711]))
 
 
