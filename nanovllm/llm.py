@@ -40,7 +40,7 @@ class LLM(LLMEngine):
 
     def _generate(self, prompts: Any, sampling_params: Any, mm_inputs: Any, use_tqdm: bool) -> list[RequestOutput]:
         arrival = perf_counter()
-        requests = [self.build_request(*request, arrival)
+        requests = [self.build_request(*request, arrival, may_guess=True)      # the caller waits, and changes no pixels
                     for request in split_prompts(prompts, sampling_params, mm_inputs)]
         mine = [request.seq.seq_id for request in requests]
         wanted = set(mine)

@@ -28,10 +28,11 @@ class EngineStats:
     image_kv_misses: int = 0
     preemptions: int = 0
 
-    def count_admission(self, usage: Usage) -> None:
-        self.requests += 1
-        self.prefix_hits += usage.cached > 0
-        self.cached_tokens += usage.cached
-        self.reused_tokens += usage.reused
-        self.image_kv_hits += usage.images_reused
-        self.image_kv_misses += usage.images_missed
+    def count_admission(self, usage: Usage, times: int = 1) -> None:
+        """`times` -1 takes one back."""
+        self.requests += times
+        self.prefix_hits += times * (usage.cached > 0)
+        self.cached_tokens += times * usage.cached
+        self.reused_tokens += times * usage.reused
+        self.image_kv_hits += times * usage.images_reused
+        self.image_kv_misses += times * usage.images_missed

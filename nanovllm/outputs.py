@@ -12,7 +12,7 @@ class RequestOutput(TypedDict, total=False):
     token_ids: list[int]             # all generated ids, with the one that stopped it
     finish_reason: str               # "stop", "length", "abort", or "error" with the reason in `error`
     ttft: float                      # seconds from the call that brought the request to its first id; 0 if none came
-    hash_time: float                 # seconds spent hashing its pixels, part of ttft
+    hash_time: float                 # seconds that it waited for its pixels to be hashed, part of ttft
     vit_time: float                  # seconds of vision encoding for it; 0 when nothing had to be encoded
     num_prompt_tokens: int
     num_cached_tokens: int           # of the prompt, taken from the prefix cache

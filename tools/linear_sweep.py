@@ -1,4 +1,4 @@
-"""Finds the fastest tiles for products of 1 to 16 rows at the sizes of Qwen3-0.6B, beside cuBLAS and the floor.
+"""Finds the fastest tiles for products of 1 to 8 rows at the sizes of Qwen3-0.6B, beside cuBLAS and the floor.
 
     python tools/linear_sweep.py [--json FILE]
 
@@ -26,7 +26,6 @@ from torch import Tensor
 from nanovllm.kernels import few_rows
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.few_rows import Tiles
-from nanovllm.kernels.linear import _linear_kernel
 from nanovllm.kernels.norm import add_rms_norm
 
 ROTATED = 160 << 20         # bytes of weights
@@ -36,16 +35,16 @@ FORMS = {"qkv": ("linear", 4096, 1024), "o": ("linear", 1024, 2048), "gate_up": 
          "gate + down": ("gate", 1024, 3072), "head": ("linear", 151936, 1024)}
 SMALL = {"qkv": ("linear", 64, 32), "norm + qkv": ("norm", 64, 32), "gate + down": ("gate", 32, 64)}
 SHAPES = FORMS if GPU else SMALL
-ROWS = (1, 2, 4, 8, 16) if GPU else (1, 2)
+ROWS = (1, 2, 4, 8) if GPU else (1, 2)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to multiply: our kernel with some tiles, or the one on tensor cores."""
+    """One way to cut up a product."""
 
     name: str               # of the shape
     rows: int
-    tiles: tuple[int, ...]  # cols, depth, warps; of the tensor cores' kernel also stages
+    tiles: tuple[int, int, int]     # cols, depth, warps
     early: bool = False
 
 
@@ -81,13 +80,6 @@ def expected(name: str, given: Inputs) -> Tensor:
 
 def run_variant(variant: Variant, given: Inputs, i: int) -> Tensor:
     form, x, weight = SHAPES[variant.name][0], given.x, given.weights[i % len(given.weights)]
-    if len(variant.tiles) == 4:
-        cols, depth, warps, stages = variant.tiles
-        out = x.new_empty(len(x), len(weight))
-        _linear_kernel[(-(-len(weight) // cols),)](
-            x, weight, x, out, len(x), x.stride(0), weight.stride(0), len(weight), x.shape[1], BIAS=False, ROWS=16,
-            COLS=cols, DEPTH=depth, num_warps=warps, num_stages=stages)
-        return out
     how: Any = dict(tiles=Tiles(*variant.tiles, variant.early))
     if form == "gate":
         return few_rows.gated_linear(x, given.other, weight, None, **how)
@@ -107,7 +99,7 @@ def run_library(name: str, given: Inputs, i: int) -> Tensor:
 
 
 def variants_of(name: str, rows: int) -> list[Variant]:
-    form, _, in_features = SHAPES[name]
+    in_features = SHAPES[name][2]
     if not GPU:
         return [Variant(name, rows, (4, 32, 1))]
     places = [(256, 1), (512, 2), (1024, 2), (1024, 4), (2048, 8)]
@@ -116,11 +108,7 @@ def variants_of(name: str, rows: int) -> list[Variant]:
              and cols * depth * rows <= 256 * 32 * warps]
     if name == "head":
         tiles = [each for each in tiles if each[0] > 2 and each[1] > 256]
-    found = [Variant(name, rows, each, early) for each in tiles for early in (False, True) if rows <= 8]
-    if form == "linear" and name != "head" and rows >= 4:
-        found += [Variant(name, rows, each) for each in product((8, 16, 32), (128, 256, 512), (2, 4), (3, 5))
-                  if each[0] * each[1] * each[3] <= 32 * 512 * 5 and (each[2] == 4 or each[0] == 8)]
-    return found
+    return [Variant(name, rows, each, early) for each in tiles for early in (False, True)]
 
 
 def compile_one(variant: Variant) -> str | None:
@@ -157,7 +145,7 @@ def time_us(run: Callable[[int], Tensor], calls: int) -> float:
 
 
 def kind_of(variant: Variant) -> str:
-    return "dot" if len(variant.tiles) == 4 else "early" if variant.early else "plain"
+    return "early" if variant.early else "plain"
 
 
 def measure(name: str, rows: int, variants: list[Variant], rows_out: list[dict[str, Any]]) -> None:
@@ -173,7 +161,7 @@ def measure(name: str, rows: int, variants: list[Variant], rows_out: list[dict[s
         best[kind_of(variant)] = min(best.get(kind_of(variant), (us, variant.tiles)), (us, variant.tiles))
     rows_out.append(dict(name=name, rows=rows, kind="library", us=library, floor=floor))
     cells = [f"{kind} {best[kind][0]:6.2f} {best[kind][1]!s:18}"
-             for kind in ("plain", "early", "dot") if kind in best]
+             for kind in ("plain", "early") if kind in best]
     print(f"{name:15} {rows:3} | cuBLAS {library:6.2f} | floor {floor:6.2f} | {' | '.join(cells)}", flush=True)
 
 

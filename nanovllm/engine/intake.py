@@ -4,16 +4,26 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.image.hashing import hash_threads
-from nanovllm.image.inputs import check_token_ids, expand_placeholders, identify, parse_mm_inputs
+from nanovllm.image.hashing import PendingHash, fingerprint, hash_threads
+from nanovllm.image.inputs import (
+    check_token_ids,
+    content_key,
+    expand_placeholders,
+    identify,
+    parse_mm_inputs,
+    set_key,
+)
 from nanovllm.image.items import ImageItem
 from nanovllm.image.positions import mrope_positions
 from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
+
+MIN_GUESS_BYTES = 16 << 20      # of pixels: smaller ones are hashed in less time than it takes to start threads
 
 
 def build_sequence(prompt: Any, params: SamplingParams, mm_inputs: Mapping[str, Any] | None,
@@ -34,38 +44,80 @@ def build_sequence(prompt: Any, params: SamplingParams, mm_inputs: Mapping[str, 
     return Sequence(token_ids, params, images=images, positions=positions, position_delta=delta)
 
 
+@dataclass(frozen=True)
+class Guess:
+    """An image that is taken for one seen before, of the same fingerprint, while its pixels are hashed."""
+
+    image: ImageItem
+    seen: Hashable          # cache salt and fingerprint
+    digest: PendingHash
+
+
 class ImageNames:
-    """Which pixels each image name of a caller stands for.
+    """Which pixels each image name of a caller stands for, and which key large pixels of a fingerprint had last.
 
     A name's first pixels, or other ones that come with it later, become part of its key: the same name beside other
-    pixels is another image, and a name without pixels means the ones last seen.
+    pixels is another image, and a name without pixels means the ones last seen. A key that was guessed by a fingerprint
+    is good for work on the device, but nothing of that may be published or returned before `confirm`.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self.capacity = capacity
         self.threads = hash_threads()
         self.fingerprints: OrderedDict[Hashable, int] = OrderedDict()
+        self.contents: OrderedDict[Hashable, Hashable] = OrderedDict()      # (salt, fingerprint) -> key
 
-    def identify(self, seq: Sequence) -> float:
-        """Sets the keys of the sequence's images, hashing those without a name; returns the seconds that took."""
+    def identify(self, seq: Sequence, may_guess: bool = False) -> float:
+        """Sets the keys of the sequence's images, hashing those without a name; returns the seconds that took.
+
+        may_guess: the pixels stay as they are until `confirm`, so those of large images may be hashed meanwhile.
+        """
         if not seq.images:
             return 0.0
-        start = perf_counter()
-        identify(seq.images, seq.sampling_params.cache_salt, self.threads)
+        start, salt = perf_counter(), seq.sampling_params.cache_salt
         for image in seq.images:
+            if may_guess and image.caller_hash is None and num_bytes(image) >= MIN_GUESS_BYTES:
+                self._guess(seq, image, (salt, fingerprint(image.pixels, image.grid)))
+            else:
+                identify([image], salt, self.threads)
             if image.caller_hash is not None:
                 image.key = image.kv_key = (image.key, self._fingerprint(image))
         seq.image_hashes = [image.key for image in seq.images]
         return perf_counter() - start
 
+    def confirm(self, seq: Sequence) -> bool:
+        """Waits for the hashes of guessed images; False if one is another image: its key is right from now on."""
+        guessed = seq.image_hashes
+        for guess in seq.guesses:
+            set_key(guess.image, content_key(guess.image, seq.sampling_params.cache_salt, guess.digest.wait()))
+            self._remember(self.contents, guess.seen, guess.image.key)
+        seq.guesses, seq.image_hashes = [], [image.key for image in seq.images]
+        return seq.image_hashes == guessed
+
+    def _guess(self, seq: Sequence, image: ImageItem, seen: Hashable) -> None:
+        key = self.contents.get(seen)
+        if key is None:
+            identify([image], seq.sampling_params.cache_salt, self.threads)
+            self._remember(self.contents, seen, image.key)
+        else:
+            set_key(image, key)
+            seq.guesses.append(Guess(image, seen, PendingHash(image.pixels, image.grid, self.threads)))
+
     def _fingerprint(self, image: ImageItem) -> int | None:
         if image.fingerprint is None:
             return self.fingerprints.get(image.key)
-        self.fingerprints[image.key] = image.fingerprint
-        self.fingerprints.move_to_end(image.key)
-        if len(self.fingerprints) > self.capacity:
-            self.fingerprints.popitem(last=False)
+        self._remember(self.fingerprints, image.key, image.fingerprint)
         return image.fingerprint
+
+    def _remember(self, known: OrderedDict[Hashable, Any], key: Hashable, value: Hashable) -> None:
+        known[key] = value
+        known.move_to_end(key)
+        if len(known) > self.capacity:
+            known.popitem(last=False)
+
+
+def num_bytes(image: ImageItem) -> int:
+    return 0 if image.pixels is None else int(image.pixels.nbytes)
 
 
 def split_prompts(prompts: Any, params: Any, mm_inputs: Any) -> list[tuple[Any, SamplingParams, Any]]:

@@ -82,13 +82,13 @@ class LLMEngine:
         return request.seq.seq_id
 
     def build_request(self, prompt: Any, params: SamplingParams, mm_inputs: Mapping[str, Any] | None,
-                      arrival: float) -> Request:
-        """A checked request that is not queued yet."""
+                      arrival: float, may_guess: bool = False) -> Request:
+        """A checked request that is not queued yet; may_guess: see `ImageNames.identify`."""
         self._check_open()
         self._check_params(params)
         seq = build_sequence(prompt, params, mm_inputs, self.config.model_config, self._tokenize)
         self.scheduler.check(seq)
-        hash_time = self.image_names.identify(seq)
+        hash_time = self.image_names.identify(seq, may_guess)
         self.scheduler.check_images(seq)
         return Request(seq, arrival, hash_time)
 
@@ -147,8 +147,29 @@ class LLMEngine:
     def _take_in(self) -> None:
         step, launched = self.launched.popleft()
         result = self.runner.collect(launched)
+        others = [seq for seq in step.seqs if seq.guesses and not self._confirm(seq)]
         with uninterrupted():
-            self._take_result(step, result)
+            if others:
+                self._restart(others)
+            else:
+                self._take_result(step, result)
+
+    def _confirm(self, seq: Sequence) -> bool:
+        start = perf_counter()
+        right = self.image_names.confirm(seq)
+        if seq.seq_id in self.requests:
+            self.requests[seq.seq_id].hash_time += perf_counter() - start
+        return right or seq.is_finished
+
+    def _restart(self, seqs: list[Sequence]) -> None:
+        """Drops what was computed with another image's KV, which nobody has seen; the sequences begin anew."""
+        self.abandon_steps()
+        for seq in seqs:
+            if not seq.is_finished:         # by an abort that waited for the step
+                assert seq.usage is not None
+                self.scheduler.stats.count_admission(seq.usage, times=-1)
+                seq.usage = None
+                self.scheduler.requeue(seq)
 
     def _take_result(self, step: ScheduledStep, result: StepResult) -> None:
         ids = self._ids_of(step, result)

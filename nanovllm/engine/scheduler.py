@@ -138,7 +138,8 @@ class Scheduler:
                     continue
                 if self.in_flight:      # a sequence gives its blocks up only when all its ids are here
                     return False
-                self._preempt(self.running[-1])
+                self.requeue(self.running[-1])
+                self.stats.preemptions += 1
             if seq.status is SequenceStatus.RUNNING:
                 self._add_spans(step, seq)
         return enough
@@ -208,13 +209,12 @@ class Scheduler:
         seq.num_planned = end
         seq.num_pending += samples
 
-    def _preempt(self, seq: Sequence) -> None:
+    def requeue(self, seq: Sequence) -> None:
         """Back to its place in the queue without KV; it will be recomputed, prompt and generated tokens alike."""
         self._stop_running(seq)
         self.holds.keep_rows(seq)
         seq.status = SequenceStatus.WAITING
         insort(self.waiting, seq, key=lambda s: s.seq_id)
-        self.stats.preemptions += 1
 
     def _drop_youngest_hold(self, head: Sequence | None = None) -> bool:
         """Ends the youngest waiting sequence that pins blocks, or would have to as `head`, so that others can have

@@ -16,6 +16,7 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.image_reuse import ReusePlan
+    from nanovllm.engine.intake import Guess
     from nanovllm.engine.prefix_tree import PrefixNode
 
 Range = tuple[int, int]        # [start, stop) of token indices in one sequence
@@ -57,6 +58,7 @@ class Sequence:
         self.mm_inputs = mm_inputs
         self.images = images or []
         self.image_hashes = list(image_hashes or [image.key for image in self.images])
+        self.guesses: list[Guess] = []                    # keys of its images that are still to be confirmed
         self.positions = positions                        # [3, prompt tokens], None: 0, 1, 2, ...
         self.position_delta = position_delta              # rotary position minus token index, behind the prompt
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -27,14 +27,22 @@ def content_hash(pixels: Any, grid: Sequence[int], threads: Executor | None = No
     Equal pixels have equal digests whether they come as tensor or array, contiguous or not, in every process and
     for any number of threads. It guards against accidents, not against people who construct collisions.
     """
-    data = _flat_bytes(pixels).data        # a memoryview: slices of it copy nothing
-    slices = [data[first:first + SLICE_BYTES] for first in range(0, len(data), SLICE_BYTES)]
+    slices = _slices(pixels)
     if len(slices) < MIN_PARALLEL_SLICES:
-        digests = [xxhash.xxh3_128_digest(part) for part in slices]
-    else:
+        return _digest_of(pixels, grid, map(xxhash.xxh3_128_digest, slices))
+    return PendingHash(pixels, grid, threads or hash_threads()).wait()
+
+
+class PendingHash:
+    """A `content_hash` that threads work on while the caller does something else."""
+
+    def __init__(self, pixels: Any, grid: Sequence[int], threads: Executor) -> None:
+        self.pixels, self.grid = pixels, grid
         # xxhash lets go of the GIL while it reads a slice
-        digests = list((threads or hash_threads()).map(xxhash.xxh3_128_digest, slices))
-    return xxhash.xxh3_128_intdigest(_header(pixels, grid) + b"".join(digests))
+        self.digests = [threads.submit(xxhash.xxh3_128_digest, part) for part in _slices(pixels)]
+
+    def wait(self) -> int:
+        return _digest_of(self.pixels, self.grid, (digest.result() for digest in self.digests))
 
 
 def fingerprint(pixels: Any, grid: Sequence[int]) -> int:
@@ -48,6 +56,16 @@ def fingerprint(pixels: Any, grid: Sequence[int]) -> int:
         index = np.arange(NUM_SAMPLES)
         values = values[index * len(values) // NUM_SAMPLES + index * 2654435761 % stretch]
     return xxhash.xxh3_128_intdigest(_header(pixels, grid) + values.tobytes())
+
+
+def _slices(pixels: Any) -> list[memoryview]:
+    data = _flat_bytes(pixels).data        # a memoryview: slices of it copy nothing
+    return [data[first:first + SLICE_BYTES] for first in range(0, len(data), SLICE_BYTES)]
+
+
+def _digest_of(pixels: Any, grid: Sequence[int], digests: Iterable[bytes]) -> int:
+    """The whole digest, of those of the slices."""
+    return xxhash.xxh3_128_intdigest(_header(pixels, grid) + b"".join(digests))
 
 
 def _header(pixels: Any, grid: Sequence[int]) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 import operator
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -121,11 +121,20 @@ def identify(items: Sequence[ImageItem], cache_salt: str | None = None, threads:
     """Sets `key`, `kv_key` and `fingerprint` of every item: hashes the pixels of those the caller did not name."""
     for item in items:
         if item.caller_hash is None:
-            item.key = ("content", cache_salt, content_hash(item.pixels, item.grid, threads), item.grid)
+            set_key(item, content_key(item, cache_salt, content_hash(item.pixels, item.grid, threads)))
         else:
-            item.key = ("caller", cache_salt, item.caller_hash, item.grid)
+            set_key(item, ("caller", cache_salt, item.caller_hash, item.grid))
             item.fingerprint = None if item.pixels is None else fingerprint(item.pixels, item.grid)
-        item.kv_key = (item.key, item.time_interval) if item.is_video else item.key
+
+
+def content_key(item: ImageItem, cache_salt: str | None, digest: int) -> Hashable:
+    """The key of an image whose pixels have that digest."""
+    return "content", cache_salt, digest, item.grid
+
+
+def set_key(item: ImageItem, key: Hashable) -> None:
+    item.key = key
+    item.kv_key = (key, item.time_interval) if item.is_video else key
 
 
 def _given_inputs(mm_inputs: Mapping[str, Any] | None, model_config: ModelConfig) -> dict[str, Any]:

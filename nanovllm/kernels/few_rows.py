@@ -108,11 +108,17 @@ def norm_linear(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float, we
     return _product(ADDED, x, residual, gain, eps, weight, bias, tiles)
 
 
-def tiles_of(x: Tensor, out_features: int) -> Tiles:
-    """Measured on an H200, see docs/log.md."""
-    early = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    depth = min(triton.next_power_of_2(x.shape[1]), 1024)
-    return Tiles(4 if len(x) <= 2 else 2, max(depth, 16), 4 if depth >= 1024 else 1, early)
+def tiles_of(x: Tensor, form: int) -> Tiles:
+    """The best of `tools/linear_sweep.py` on an H200, see docs/log.md."""
+    (rows, in_features), early = x.shape, x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    if form in (NORMED, ADDED):         # each program norms all of its rows again, so the warps are few
+        cols, depth, warps = 4, 1024, 2 if rows <= 2 else 4
+    else:
+        cols, depth, warps = 2 if form == PLAIN or rows > FAST_ROWS else 4 if rows == 1 else 8, 2048, 8
+    depth_of_all = max(triton.next_power_of_2(in_features), 16)
+    if depth_of_all < depth:            # sizes that were not measured
+        cols, depth, warps = 4 if rows <= 2 else 2, depth_of_all, 4 if depth_of_all == 1024 else 1
+    return Tiles(cols, depth, warps, early)
 
 
 def _product(form: int, x: Tensor, other: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None,
@@ -121,7 +127,7 @@ def _product(form: int, x: Tensor, other: Tensor, gain: Tensor, eps: float, weig
     assert rows <= MAX_ROWS and x.stride(1) == other.stride(1) == weight.stride(1) == gain.stride(-1) == 1
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     total = torch.empty(rows, in_features, dtype=x.dtype, device=x.device) if form == ADDED else out
-    tiles = tiles or tiles_of(x, out_features)
+    tiles = tiles or tiles_of(x, form)
     if rows:
         options = {"launch_pdl": True} if tiles.early else {}
         _few_rows_kernel[(triton.cdiv(out_features, tiles.cols),)](

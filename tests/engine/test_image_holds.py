@@ -68,7 +68,7 @@ def test_a_preempted_name_that_can_never_come_back_ends_with_an_error() -> None:
     while len(seq) < 30:
         harness.step()
     harness.encoder_cache.clear()
-    harness.scheduler._preempt(seq)
+    harness.scheduler.requeue(seq)
     harness.shorten_prefixes(1)
     other = harness.add([1, NAMED, 2], max_tokens=1)
     harness.scheduler.waiting.rotate(1)

@@ -100,7 +100,7 @@ def test_a_span_over_the_border_of_prompt_and_generated_tokens() -> None:
     seq = harness.add([1, 2, video, 3], max_tokens=6)
     for _ in range(3):
         plan(harness)
-    harness.scheduler._preempt(seq)
+    harness.scheduler.requeue(seq)
     resumed = plan(harness)
     t = [0, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 6, 7, 8]
     assert seq.position_delta == -7 and equal(resumed.positions[0], t)
@@ -204,7 +204,7 @@ def test_a_penalty_starts_anew_where_kv_does() -> None:
     seq = harness.add([1, 2], repetition_penalty=1.5, max_tokens=9)
     plan(harness)
     assert plan(harness).penalty_resets == ()
-    harness.scheduler._preempt(seq)
+    harness.scheduler.requeue(seq)
     (row, ids), = plan(harness).penalty_resets
     assert row == seq.row and ids.tolist() == seq.token_ids[:4]
     harness.fail_step()

@@ -168,7 +168,7 @@ def test_a_preempted_request_does_not_overtake_an_older_one_that_waits() -> None
     harness.step()
     second, third = harness.add([2, CAT, 2]), harness.add([3, 4])
     assert harness.step() == [first, third]                 # the second one waits for the image of the first
-    harness.scheduler._preempt(third)
+    harness.scheduler.requeue(third)
     assert list(harness.scheduler.waiting) == [second, third]
     harness.run()
 
@@ -180,7 +180,7 @@ def test_a_resumed_sequence_may_have_no_prompt_token_to_compute() -> None:
     seq = harness.add([3, 3, CAT], max_tokens=9)
     for _ in range(3):
         harness.step()
-    harness.scheduler._preempt(seq)
+    harness.scheduler.requeue(seq)
     harness.shorten_prefixes(1)
     harness.step()
     assert seq.num_cached_tokens == 4 and seq.num_reused_tokens == 8 and seq.num_completion_tokens == 4

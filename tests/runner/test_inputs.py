@@ -38,8 +38,8 @@ def test_span_batch_equals_a_loop_over_tokens(block_size):
 
 
 def test_a_row_sees_what_it_saw_in_its_span():
-    spans = SpanTable(np.array([3, 0, 9]), np.array([2, 4, 1]), np.arange(6, dtype=np.int32).reshape(3, 2),
-                      np.arange(3))
+    tables = np.arange(6, dtype=np.int32).reshape(3, 2)
+    spans = SpanTable(np.array([3, 0, 9]), np.array([2, 4, 1]), tables, np.arange(3))
     rows = row_spans(spans, np.array([6, 1, 2, 5]))
     assert rows.starts.tolist() == [9, 4, 0, 3] and rows.lengths.tolist() == [1] * 4
     assert rows.block_tables.tolist() == [[4, 5], [0, 1], [2, 3], [2, 3]]
