@@ -37,6 +37,7 @@ from nanovllm.runner.kv_cache import (
 from nanovllm.runner.span_graph import SpanGraphs, bucket_sizes
 from nanovllm.runner.warm_up import (
     cache_budget,
+    graph_bytes,
     largest_picture,
     largest_step,
     max_patches_a_call,
@@ -228,6 +229,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
         start, config = perf_counter(), self.config
+        torch.cuda.empty_cache()        # capturing does so, too
         before = torch.cuda.memory_reserved(self.device)
         memory = GraphMemory(self.device)
         self.decode_graphs = DecodeGraphs(self.model, self.sampler, self.kv_cache, self.last_ids,
@@ -255,7 +257,8 @@ class ModelRunner:
         for _ in range(2):      # the first time compiles kernels, whose memory no later step needs
             torch.cuda.reset_peak_memory_stats(self.device)
             self._warm_up()
-        return sizes_of_budget(cache_budget(config, self.device, allocated_before), *rest)
+        graphs = graph_bytes(config, self.dtype.itemsize)
+        return sizes_of_budget(cache_budget(config, self.device, allocated_before, graphs), *rest)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

@@ -8,9 +8,10 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.plan import SamplingBatch, SpanTable, Stage, StepPlan
+from nanovllm.runner.cuda_graph import graph_sizes
 
 MAX_PATCHES_A_CALL = 65536          # of the vision tower: a picture of 3584 x 3584 pixels
-RESERVE_BYTES = 256 << 20           # for what the allocator cannot use between its blocks
+RESERVE_BYTES = 256 << 20           # for what the allocator cannot use between its blocks, and what graphs work in
 GIB = 1 << 30
 
 
@@ -68,30 +69,39 @@ def _sampling_with_everything(num_rows: int) -> SamplingBatch:
                          token_index=zeros, repetition_penalty=full(1), seq_rows=zeros, num_logprobs=(1,) * num_rows)
 
 
-def cache_budget(config: Config, device: torch.device, allocated_before: int) -> int:
+def graph_bytes(config: Config, itemsize: int) -> int:
+    """Bytes that CUDA graphs keep: the logits of every captured batch size, of `itemsize` bytes a value."""
+    if config.enforce_eager:
+        return 0
+    return sum(graph_sizes(config.max_num_seqs)) * config.model_config.text.vocab_size * itemsize
+
+
+def cache_budget(config: Config, device: torch.device, allocated_before: int, graphs: int) -> int:
     """Bytes that the caches may take on a GPU, right after a warm-up whose peak the allocator still knows.
 
     `gpu_memory_utilization` is the share of the card that this engine's tensors may fill: weights, the activations of
-    the largest step, and caches. What other processes, or other engines of this process (`allocated_before` bytes),
-    hold is not counted against that share; but the caches never take more than is free. CUDA's own context (about
-    0.5 GiB) comes on top. Raises ValueError with the numbers if nothing is left.
+    the largest step, what CUDA graphs keep (`graphs` bytes), and caches. What other processes, or other engines of this
+    process (`allocated_before` bytes), hold is not counted against that share; but the caches never take more than is
+    free. CUDA's own context (about 0.5 GiB) comes on top. Raises ValueError with the numbers if nothing is left.
     """
     allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return budget_of(total, config.gpu_memory_utilization, peak - allocated_before, free, peak - allocated)
+    return budget_of(total, config.gpu_memory_utilization, peak - allocated_before, free, peak - allocated, graphs)
 
 
-def budget_of(total: int, utilization: float, own_peak: int, free: int, activations: int) -> int:
+def budget_of(total: int, utilization: float, own_peak: int, free: int, activations: int, graphs: int) -> int:
     """What is left for caches, in bytes, of the engine's share of a card of `total` bytes and of what is `free` on it.
 
-    own_peak: weights and activations of the largest step; activations: the part of it that is not allocated now.
+    own_peak: weights and activations of the largest step; activations: the part of it that is not allocated now;
+    graphs: what graphs will keep.
     """
-    budget = min(int(total * utilization) - own_peak, free - activations - RESERVE_BYTES)
+    budget = min(int(total * utilization) - own_peak, free - activations) - graphs - RESERVE_BYTES
     if budget <= 0:
         raise ValueError(
             f"no memory is left for the KV cache: gpu_memory_utilization={utilization} of {total / GIB:.2f} GiB is "
-            f"{total * utilization / GIB:.2f} GiB; weights and the largest step take {own_peak / GIB:.2f} GiB, and "
-            f"{free / GIB:.2f} GiB of the card are free, of which a step needs {activations / GIB:.2f} GiB; raise "
-            "gpu_memory_utilization, lower max_num_batched_tokens or max_model_len, or free memory on the card")
+            f"{total * utilization / GIB:.2f} GiB; weights and the largest step take {own_peak / GIB:.2f} GiB, CUDA "
+            f"graphs {graphs / GIB:.2f} GiB, and {free / GIB:.2f} GiB of the card are free, of which a step needs "
+            f"{activations / GIB:.2f} GiB; raise gpu_memory_utilization, lower max_num_batched_tokens, max_num_seqs or "
+            "max_model_len, or free memory on the card")
     return budget

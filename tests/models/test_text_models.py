@@ -41,7 +41,7 @@ QWEN2_5_VL = {
 
 
 def load(path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> CausalLM:
-    model = build_model(ModelConfig.from_folder(path), select_backend("auto", device), dtype, device)
+    model = build_model(ModelConfig.from_folder(path), select_backend("auto", device, dtype), dtype, device)
     load_weights(model, path)
     return model
 

@@ -10,7 +10,15 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.runner.warm_up import budget_of, largest_picture, largest_step, max_patches_a_call, num_warm_up_blocks
+from nanovllm.runner.warm_up import (
+    RESERVE_BYTES,
+    budget_of,
+    graph_bytes,
+    largest_picture,
+    largest_step,
+    max_patches_a_call,
+    num_warm_up_blocks,
+)
 from tests.checkpoints import make_qwen2_5_vl, make_qwen3
 
 GIB = 1 << 30
@@ -61,17 +69,25 @@ def test_the_largest_step_runs(make, tmp_path):
 
 def test_the_share_of_a_card_is_this_engines_whatever_others_hold():
     total, free = 140 * GIB, 84 * GIB - 10 * GIB           # another process holds 40 %, this one 10 GiB of weights
-    assert budget_of(total, 0.3, 12 * GIB, free, 2 * GIB) == int(0.3 * total) - 12 * GIB
-    assert budget_of(total, 0.5, 12 * GIB, free, 2 * GIB) == int(0.5 * total) - 12 * GIB
-    at_most = budget_of(total, 0.9, 12 * GIB, free, 2 * GIB)
-    assert free - 3 * GIB < at_most < free - 2 * GIB, "never more than is free while a step runs"
+    taken = 12 * GIB + 3 * GIB + RESERVE_BYTES              # by weights and a step, and by graphs
+    assert budget_of(total, 0.3, 12 * GIB, free, 2 * GIB, 3 * GIB) == int(0.3 * total) - taken
+    assert budget_of(total, 0.5, 12 * GIB, free, 2 * GIB, 3 * GIB) == int(0.5 * total) - taken
+    at_most = budget_of(total, 0.9, 12 * GIB, free, 2 * GIB, 3 * GIB)
+    assert free - 6 * GIB < at_most < free - 5 * GIB, "never more than is free while a step runs"
+
+
+def test_graphs_keep_logits_of_every_batch_size(tmp_path):
+    path = str(make_qwen3(tmp_path))
+    vocab = Config(path).model_config.text.vocab_size
+    assert graph_bytes(Config(path, max_num_seqs=6), 2) == (1 + 2 + 4 + 6) * vocab * 2
+    assert graph_bytes(Config(path, enforce_eager=True), 2) == 0
 
 
 def test_nothing_left_is_an_error_with_the_numbers():
     with pytest.raises(ValueError, match=r"utilization=0\.05 of 80\.00 GiB is 4\.00 GiB.*take 12\.00 GiB.*raise"):
-        budget_of(80 * GIB, 0.05, 12 * GIB, 60 * GIB, GIB)
+        budget_of(80 * GIB, 0.05, 12 * GIB, 60 * GIB, GIB, 0)
     with pytest.raises(ValueError, match=r"and 1\.00 GiB of the card are free"):
-        budget_of(80 * GIB, 0.9, 12 * GIB, GIB, 2 * GIB)
+        budget_of(80 * GIB, 0.9, 12 * GIB, GIB, 2 * GIB, 0)
 
 
 @pytest.mark.gpu
