@@ -110,3 +110,19 @@ def test_an_abort_and_an_error_before_the_guess_is_confirmed(engine: LLM, oracle
         engine.step()
     assert_idle(engine)
     ask(engine, oracle, prompt(text(5), C, text(4)), prompt(text(5), B, text(4)))
+
+
+def test_an_abort_between_chunks_leaves_no_rows_under_the_guessed_key(engine: LLM, oracle: Oracle,
+                                                                      hashes: list[PendingHash]) -> None:
+    """B, taken for A whose rows are gone, is aborted while a step encodes it: its rows are not A's."""
+    ask(engine, oracle, prompt(text(5), A, text(4)))
+    engine.reset_caches()
+    other = prompt(text(5), B, text(20))
+    request = engine.build_request(other.token_ids, LOGPROBS, other.mm_inputs, 0.0, may_guess=True)
+    engine.queue(request)
+    engine.step()
+    engine.abort(request.seq.seq_id)
+    while not engine.is_finished():
+        engine.step()
+    assert_idle(engine)
+    ask(engine, oracle, prompt(text(5), A, text(4)))
