@@ -13,7 +13,7 @@ from statistics import fmean
 from tqdm.auto import tqdm
 
 from nanovllm import LLM
-from nanovllm.quality.__main__ import choose_questions, question_parser
+from nanovllm.quality.__main__ import choose_questions, question_parser, writable
 from nanovllm.quality.measure import ONE_ROW, Examiner, measure
 from nanovllm.quality.questions import Question
 from nanovllm.reuse_file import FILE_NAME, KEY
@@ -78,7 +78,7 @@ def image_sizes_of(examiner: Examiner, questions: Sequence[Question]) -> list[in
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = question_parser("python -m nanovllm.calibrate", __doc__)
     parser.add_argument("--budget", type=float, default=0.05, help="the flat ratio whose rows may be spent")
-    parser.add_argument("--out", type=Path, help=f"default: {FILE_NAME} in the model's folder")
+    parser.add_argument("--out", type=writable, help=f"default: {FILE_NAME} in the model's folder")
     return parser.parse_args(argv)
 
 
@@ -105,5 +105,5 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -10,7 +10,7 @@ from nanovllm.engine import intake
 from nanovllm.image.hashing import PendingHash
 from tests.engines import assert_idle, assert_right, greedy, make_llm
 from tests.oracle import Oracle
-from tests.prompts import Prompt, picture, prompt, text
+from tests.prompts import Prompt, picture, prompt, text, video
 
 A, B, C = (picture(84, 112, seed) for seed in range(3))
 LOGPROBS = greedy(6, logprobs=-1)
@@ -110,3 +110,33 @@ def test_an_abort_and_an_error_before_the_guess_is_confirmed(engine: LLM, oracle
         engine.step()
     assert_idle(engine)
     ask(engine, oracle, prompt(text(5), C, text(4)), prompt(text(5), B, text(4)))
+
+
+def test_an_abort_between_chunks_leaves_no_rows_under_the_guessed_key(engine: LLM, oracle: Oracle,
+                                                                      hashes: list[PendingHash]) -> None:
+    """B, taken for A whose rows are gone, is aborted while a step encodes it: its rows are not A's."""
+    ask(engine, oracle, prompt(text(5), A, text(4)))
+    engine.reset_caches()
+    other = prompt(text(5), B, text(20))
+    request = engine.build_request(other.token_ids, LOGPROBS, other.mm_inputs, 0.0, may_guess=True)
+    engine.queue(request)
+    engine.step()
+    engine.abort(request.seq.seq_id)
+    while not engine.is_finished():
+        engine.step()
+    assert_idle(engine)
+    ask(engine, oracle, prompt(text(5), A, text(4)))
+
+
+def test_a_guess_does_not_decide_whether_pixels_are_missing(engine: LLM, oracle: Oracle,
+                                                            hashes: list[PendingHash]) -> None:
+    """Behind one video a named still is in the prefix cache, behind another one it is not: refused before any runs."""
+    seen, other = (prompt(text(2), video(1, 56, 56, 1.0, seed), A, text(4)) for seed in (3, 4))
+    engine.generate([seen.token_ids], LOGPROBS, [dict(seen.mm_inputs or {}, image_hashes=[7])], use_tqdm=False)
+    engine.scheduler.encoder_cache.clear()
+    named = dict(other.mm_inputs or {}, image_hashes=[7], pixel_values=None)
+    with pytest.raises(ValueError, match="pass its pixel_values"):
+        engine.generate([other.token_ids], LOGPROBS, [named], use_tqdm=False)
+    again = dict(seen.mm_inputs or {}, image_hashes=[7], pixel_values=None)
+    [output] = engine.generate([seen.token_ids], LOGPROBS, [again], use_tqdm=False)
+    assert_right(oracle, seen, output)

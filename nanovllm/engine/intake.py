@@ -70,11 +70,13 @@ class ImageNames:
     def identify(self, seq: Sequence, may_guess: bool = False) -> float:
         """Sets the keys of the sequence's images, hashing those without a name; returns the seconds that took.
 
-        may_guess: the pixels stay as they are until `confirm`, so those of large images may be hashed meanwhile.
+        may_guess: the pixels stay as they are until `confirm`, so those of large images may be hashed meanwhile; not
+        beside an image without pixels, since whether what that one needs is cached hangs on the keys before it.
         """
         if not seq.images:
             return 0.0
         start, salt = perf_counter(), seq.sampling_params.cache_salt
+        may_guess = may_guess and all(image.pixels is not None for image in seq.images)
         for image in seq.images:
             if may_guess and image.caller_hash is None and num_bytes(image) >= MIN_GUESS_BYTES:
                 self._guess(seq, image, (salt, fingerprint(image.pixels, image.grid)))

@@ -159,13 +159,13 @@ class LLMEngine:
         right = self.image_names.confirm(seq)
         if seq.seq_id in self.requests:
             self.requests[seq.seq_id].hash_time += perf_counter() - start
-        return right or seq.is_finished
+        return right
 
     def _restart(self, seqs: list[Sequence]) -> None:
         """Drops what was computed with another image's KV, which nobody has seen; the sequences begin anew."""
         self.abandon_steps()
         for seq in seqs:
-            if not seq.is_finished:         # by an abort that waited for the step
+            if not seq.is_finished:         # by an abort; what its step encoded has the wrong key all the same
                 assert seq.usage is not None
                 self.scheduler.stats.count_admission(seq.usage, times=-1)
                 seq.usage = None

@@ -33,10 +33,20 @@ def parse_ratio(word: str) -> Ratio:
 
 def choose_questions(file: Path | None, limit: int | None, seed: int) -> list[Question]:
     """The file's, or the built-in ones; `limit` of them, all kinds alike for the built-in ones."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit {limit}: give a number of questions of at least 1, or leave it out for all")
     if file is not None:
         return read_questions(file)[:limit]
     per_kind = BUILTIN_PER_KIND if limit is None else -(-limit // len(KINDS))
     return list(islice(builtin_questions(per_kind, seed), limit))
+
+
+def writable(word: str) -> Path:
+    """A file to be written, refused where its folder is missing before hours are spent on what it is to hold."""
+    path = Path(word)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path.parent} is no folder: make it, or give another file")
+    return path
 
 
 def question_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
@@ -61,7 +71,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         help="what was around the pictures when they were first seen")
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--plot", type=Path, help="draw accuracy and KL against the share of rows computed")
+    parser.add_argument("--plot", type=writable, help="draw accuracy and KL against the share of rows computed")
     return parser.parse_args(argv)
 
 
@@ -83,5 +93,5 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

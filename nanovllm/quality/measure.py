@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from numpy.typing import NDArray
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.quality.prompts import Inputs, Prompts
-from nanovllm.quality.questions import Question
+from nanovllm.quality.questions import Question, words_of
 
 Ratio = float | Sequence[float]
 ONE_ROW = 1e-6                  # of any picture's rows: rounded up, one
-
 
 # Bounds of a batch: questions, and first-token distributions in numbers held on the host (some 100 bytes each).
 MAX_QUESTIONS, MAX_LOGPROBS = 32, 1 << 22
@@ -154,7 +152,7 @@ def measure(examiner: Examiner, questions: Iterable[Question], ratios: Sequence[
 
 def is_right(text: str, answer: str) -> bool:
     """Whether the text begins with the answer, word by word, whatever case and punctuation."""
-    words, wanted = (re.findall(r"\w+", each.casefold()) for each in (text, answer))
+    words, wanted = words_of(text), words_of(answer)
     return words[:len(wanted)] == wanted
 
 

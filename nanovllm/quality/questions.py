@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from nanovllm.quality.shapes import held_out
 
@@ -62,23 +65,58 @@ def _parse(line: str, where: str, folder: Path) -> Question:
     known = {"images", "question", "messages", "before", "kind", "answer"}
     if not isinstance(entry, dict) or entry.keys() - known:
         raise ValueError(f"{where}: give an object with keys among {sorted(known)}")
-    images = entry.get("images")
-    if not isinstance(images, list) or not images:
+    for key in ("question", "before", "kind"):
+        if not isinstance(entry.get(key, ""), str):
+            raise ValueError(f"{where}: {key}={entry[key]!r}: give a string, or leave it out")
+    pictures = _pictures(entry.get("images"), where, folder)
+    if ("question" in entry) == ("messages" in entry):
+        raise ValueError(f"{where}: give either question or messages")
+    if "messages" in entry and "before" in entry:
+        raise ValueError(f"{where}: before goes with question; with messages, put the text into them")
+    if "messages" in entry and not is_chat(entry["messages"]):
+        raise ValueError(f"{where}: messages={entry['messages']!r:.80}: give a list of objects with a role and a "
+                         "content, which is a string or a list of objects with a type")
+    messages = (tuple(entry["messages"]) if "messages" in entry else
+                chat(entry["question"], len(pictures), entry.get("before", "")))
+    if (placed := num_image_parts(messages)) != len(pictures):
+        raise ValueError(f"{where}: messages have {placed} parts of type image, and images has {len(pictures)}")
+    return Question(messages, pictures, entry.get("kind", "all"), _answer(entry.get("answer"), where))
+
+
+def _pictures(images: Any, where: str, folder: Path) -> tuple[Path, ...]:
+    if not isinstance(images, list) or not images or not all(isinstance(image, str) for image in images):
         raise ValueError(f"{where}: images={images!r}: give a list of paths of at least one picture")
     pictures = tuple(folder / image for image in images)
     for picture in pictures:
         if not picture.is_file():
             raise ValueError(f"{where}: {picture} is no file; paths start at the folder of the questions")
-    if ("question" in entry) == ("messages" in entry):
-        raise ValueError(f"{where}: give either question or messages")
-    if "messages" in entry and "before" in entry:
-        raise ValueError(f"{where}: before goes with question; with messages, put the text into them")
-    messages = (tuple(entry["messages"]) if "messages" in entry else
-                chat(entry["question"], len(pictures), entry.get("before", "")))
-    if (placed := num_image_parts(messages)) != len(pictures):
-        raise ValueError(f"{where}: messages have {placed} parts of type image, and images has {len(pictures)}")
-    answer = entry.get("answer")
-    return Question(messages, pictures, entry.get("kind", "all"), None if answer is None else str(answer))
+        try:
+            Image.open(picture).close()         # reads no more than the header
+        except OSError as error:
+            raise ValueError(f"{where}: {picture} is no picture ({error})") from error
+    return pictures
+
+
+def _answer(answer: Any, where: str) -> str | None:
+    if answer is None:
+        return None
+    if not isinstance(answer, (str, int, float)) or not words_of(str(answer)):
+        raise ValueError(f"{where}: answer={answer!r}: give a word or more, or a number; answers are compared by words")
+    return str(answer)
+
+
+def words_of(text: str) -> list[str]:
+    """Words and numbers, whatever case and punctuation."""
+    return re.findall(r"\w+", text.casefold())
+
+
+def is_chat(messages: Any) -> bool:
+    """Whether this has the form that chat templates take."""
+    return isinstance(messages, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str)
+        and (isinstance(content := message.get("content"), str)
+             or (isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)))
+        for message in messages)
 
 
 def num_image_parts(messages: tuple[Message, ...]) -> int:

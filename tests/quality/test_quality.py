@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -103,9 +105,18 @@ def test_table_json_and_plot(model: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_errors_name_what_is_wrong(model: Path, tmp_path: Path) -> None:
-    for args, match in ((["--ratios", "2"], "recompute_ratio=2.0"), (["--ratios", "none.json"], "none.json")):
+    for args, match in ((["--ratios", "2"], "recompute_ratio=2.0"), (["--ratios", "none.json"], "none.json"),
+                        (["--limit", "0"], "--limit 0: give"), (["--limit", "-1"], "--limit -1: give")):
         with pytest.raises(ValueError, match=match):
             main([str(model), "--builtin", "--device", "cpu", "--limit", "1", *args])
+
+
+@pytest.mark.parametrize("command, option", [("quality", "--plot"), ("calibrate", "--out")])
+def test_commands_end_with_a_line_that_says_why(command: str, option: str, tmp_path: Path) -> None:
+    for args, said in (([], "is not a folder"), ([option, f"{tmp_path}/none/file"], "none is no folder")):
+        ended = subprocess.run([sys.executable, "-m", f"nanovllm.{command}", f"{tmp_path}/nowhere", "--builtin", *args],
+                               capture_output=True, text=True)
+        assert ended.returncode and said in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_summary_needs_no_answers() -> None:

@@ -115,6 +115,12 @@ def test_a_file_of_questions(tmp_path: Path) -> None:
     (dict(question="?", images=["b.png"]), "b.png is no file"), (dict(question="?", typo=1), "keys among"),
     (dict(messages=[{"role": "user", "content": "hi"}]), "0 parts of type image"),
     (dict(messages=[], before="x"), "before goes with question"),
+    (dict(question="?", images=[1]), "images="), (dict(question="?", images=["questions.jsonl"]), "is no picture"),
+    (dict(question=5), "question=5: give a string"), (dict(question="?", kind=[1]), "kind="),
+    (dict(messages="hi"), "messages='hi'"), (dict(messages=[1]), "messages="),
+    (dict(messages=[{"role": "user"}]), "messages="),
+    (dict(messages=[{"role": "user", "content": ["hi"]}]), "messages="),
+    (dict(question="?", answer="?!"), "compared by words"), (dict(question="?", answer=["a"]), "answer="),
 ])
 def test_wrong_questions_are_refused(tmp_path: Path, entry: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
