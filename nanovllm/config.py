@@ -136,7 +136,7 @@ def resolve_model_path(model: str, with_weights: bool = True) -> str:
     """The local folder of `model`: itself where it is one, or the hub's snapshot of an id such as "Qwen/Qwen3-0.6B".
 
     A path that is absolute or begins with "." or "~" never goes to the hub. Without `with_weights` only the small files
-    are fetched. Raises ValueError naming `model` where neither way leads to a folder.
+    are fetched. Raises FileNotFoundError for a path that is no folder, ValueError for an id that the hub does not give.
     """
     if not isinstance(model, (str, Path)) or not str(model):
         raise ValueError(f"model={model!r}: give the folder of a model or a hub id such as 'Qwen/Qwen3-0.6B'")

@@ -59,12 +59,13 @@ def test_a_right_guess_hits_what_is_cached(engine: LLM, oracle: Oracle, hashes: 
 @pytest.mark.parametrize("ratio", [0.0, 0.1])
 def test_a_wrong_guess_leaves_nothing_behind(engine: LLM, oracle: Oracle, hashes: list[PendingHash],
                                              ratio: float) -> None:
-    """B is taken for A, then A for B: exact all the same, since each is computed in full when it is new."""
+    """B is taken for A: exact all the same, since it is computed in full. Then nothing more of that fingerprint is
+    guessed."""
     ask(engine, oracle, prompt(text(5), A, text(4)))
     [other] = ask(engine, oracle, prompt(text(5), B, text(4)), ratio=ratio)
     assert len(hashes) == 1 and (other["num_reused_tokens"], other["num_cached_tokens"]) == (0, 4)
     [back] = ask(engine, oracle, prompt(text(5), A, text(4)))
-    assert len(hashes) == 2 and back["num_cached_tokens"] >= 16
+    assert len(hashes) == 1 and back["num_cached_tokens"] >= 16
     stats = engine.stats()
     assert (stats["requests"], stats["reused_tokens"], stats["image_kv_entries"]) == (3, 0, 2)
     assert stats["cached_tokens"] == 4 + back["num_cached_tokens"] and stats["preemptions"] == 0
@@ -100,7 +101,6 @@ def test_an_abort_and_an_error_before_the_guess_is_confirmed(engine: LLM, oracle
         with pytest.raises(ZeroDivisionError):
             ask(engine, oracle, prompt(text(5), B, text(4)))
     assert_idle(engine)
-    ask(engine, oracle, prompt(text(5), B, text(4)))
     request = engine.build_request(prompt(text(5), C, text(4)).token_ids, LOGPROBS,
                                    prompt(text(5), C, text(4)).mm_inputs, 0.0, may_guess=True)
     engine.queue(request)

@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -75,4 +76,5 @@ def without_sampling(plan: StepPlan) -> StepPlan:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

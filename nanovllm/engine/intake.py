@@ -65,7 +65,7 @@ class ImageNames:
         self.capacity = capacity
         self.threads = hash_threads()
         self.fingerprints: OrderedDict[Hashable, int] = OrderedDict()
-        self.contents: OrderedDict[Hashable, Hashable] = OrderedDict()      # (salt, fingerprint) -> key
+        self.contents: OrderedDict[Hashable, Hashable] = OrderedDict()      # (salt, fingerprint): key; None: several
 
     def identify(self, seq: Sequence, may_guess: bool = False) -> float:
         """Sets the keys of the sequence's images, hashing those without a name; returns the seconds that took.
@@ -81,7 +81,7 @@ class ImageNames:
             if may_guess and image.caller_hash is None and num_bytes(image) >= MIN_GUESS_BYTES:
                 self._guess(seq, image, (salt, fingerprint(image.pixels, image.grid)))
             else:
-                identify([image], salt, self.threads)
+                identify(image, salt, self.threads)
             if image.caller_hash is not None:
                 image.key = image.kv_key = (image.key, self._fingerprint(image))
         seq.image_hashes = [image.key for image in seq.images]
@@ -91,19 +91,22 @@ class ImageNames:
         """Waits for the hashes of guessed images; False if one is another image: its key is right from now on."""
         guessed = seq.image_hashes
         for guess in seq.guesses:
-            set_key(guess.image, content_key(guess.image, seq.sampling_params.cache_salt, guess.digest.wait()))
-            self._remember(self.contents, guess.seen, guess.image.key)
+            key = content_key(guess.image, seq.sampling_params.cache_salt, guess.digest.wait())
+            if key != guess.image.key:      # no more guesses where each would cost a step in vain
+                self._remember(self.contents, guess.seen, None)
+            set_key(guess.image, key)
         seq.guesses, seq.image_hashes = [], [image.key for image in seq.images]
         return seq.image_hashes == guessed
 
     def _guess(self, seq: Sequence, image: ImageItem, seen: Hashable) -> None:
-        key = self.contents.get(seen)
-        if key is None:
-            identify([image], seq.sampling_params.cache_salt, self.threads)
-            self._remember(self.contents, seen, image.key)
-        else:
+        if (key := self.contents.get(seen)) is not None:
+            self._remember(self.contents, seen, key)
             set_key(image, key)
             seq.guesses.append(Guess(image, seen, PendingHash(image.pixels, image.grid, self.threads)))
+            return
+        identify(image, seq.sampling_params.cache_salt, self.threads)
+        if seen not in self.contents:
+            self._remember(self.contents, seen, image.key)
 
     def _fingerprint(self, image: ImageItem) -> int | None:
         if image.fingerprint is None:

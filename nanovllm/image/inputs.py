@@ -117,14 +117,13 @@ def parse_mm_inputs(
     return sorted(items, key=lambda item: item.start)
 
 
-def identify(items: Sequence[ImageItem], cache_salt: str | None = None, threads: Executor | None = None) -> None:
-    """Sets `key`, `kv_key` and `fingerprint` of every item: hashes the pixels of those the caller did not name."""
-    for item in items:
-        if item.caller_hash is None:
-            set_key(item, content_key(item, cache_salt, content_hash(item.pixels, item.grid, threads)))
-        else:
-            set_key(item, ("caller", cache_salt, item.caller_hash, item.grid))
-            item.fingerprint = None if item.pixels is None else fingerprint(item.pixels, item.grid)
+def identify(item: ImageItem, cache_salt: str | None = None, threads: Executor | None = None) -> None:
+    """Sets `key`, `kv_key` and `fingerprint`: hashes the pixels if the caller did not name the image."""
+    if item.caller_hash is None:
+        set_key(item, content_key(item, cache_salt, content_hash(item.pixels, item.grid, threads)))
+    else:
+        set_key(item, ("caller", cache_salt, item.caller_hash, item.grid))
+        item.fingerprint = None if item.pixels is None else fingerprint(item.pixels, item.grid)
 
 
 def content_key(item: ImageItem, cache_salt: str | None, digest: int) -> Hashable:

@@ -10,7 +10,8 @@ from tests.image.test_mm_inputs import CLIP, LARGE, SMALL, VIDEO, WIDE, images, 
 
 def identified(ids, mm_inputs, salt=None):
     items = parse(ids, mm_inputs)
-    identify(items, salt)
+    for item in items:
+        identify(item, salt)
     return items
 
 
