@@ -140,3 +140,17 @@ def test_a_guess_does_not_decide_whether_pixels_are_missing(engine: LLM, oracle:
     again = dict(seen.mm_inputs or {}, image_hashes=[7], pixel_values=None)
     [output] = engine.generate([seen.token_ids], LOGPROBS, [again], use_tqdm=False)
     assert_right(oracle, seen, output)
+
+
+def test_preemption_around_wrong_guesses(folder: Any, oracle: Oracle, hashes: list[PendingHash]) -> None:
+    prompts = [prompt(text(5), A, text(4)), prompt(text(3, 2)), prompt(text(5), B, text(4)),
+               prompt(text(6), C, text(2))]
+    params = greedy(24, logprobs=-1)
+    with make_llm(folder, block_size=4, num_kvcache_blocks=24, overlap=True) as llm:
+        ask(llm, oracle, prompts[0])
+        outputs = llm.generate([each.token_ids for each in prompts], params, [each.mm_inputs for each in prompts],
+                               use_tqdm=False)
+        for each, output in zip(prompts, outputs):
+            assert_right(oracle, each, output)
+        assert len(hashes) == 3 and llm.stats()["preemptions"] > 0
+        assert_idle(llm)
