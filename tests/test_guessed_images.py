@@ -37,15 +37,26 @@ def engine(request: pytest.FixtureRequest, folder: Any) -> Any:
         yield llm
 
 
-def ask(llm: LLM, oracle: Oracle, *prompts: Prompt, ratio: float = 0.0) -> list[Any]:
+def ask(llm: LLM, oracle: Oracle, *prompts: Prompt, ratio: float = 0.0, max_tokens: int = 6) -> list[Any]:
     """Right outputs of one call."""
-    params = greedy(6, logprobs=-1, recompute_ratio=ratio)
+    params = greedy(max_tokens, logprobs=-1, recompute_ratio=ratio)
     outputs = llm.generate([each.token_ids for each in prompts], params, [each.mm_inputs for each in prompts],
                            use_tqdm=False)
     for each, output in zip(prompts, outputs):
         assert_right(oracle, each, output)
     assert_idle(llm)
     return outputs
+
+
+def abort_after_a_step(llm: LLM, asked: Prompt) -> None:
+    """As a callback or a signal handler may do while `generate` runs."""
+    request = llm.build_request(asked.token_ids, LOGPROBS, asked.mm_inputs, 0.0, may_guess=True)
+    llm.queue(request)
+    llm.step()
+    llm.abort(request.seq.seq_id)
+    while not llm.is_finished():
+        llm.step()
+    assert_idle(llm)
 
 
 def test_a_right_guess_hits_what_is_cached(engine: LLM, oracle: Oracle, hashes: list[PendingHash]) -> None:
@@ -101,14 +112,7 @@ def test_an_abort_and_an_error_before_the_guess_is_confirmed(engine: LLM, oracle
         with pytest.raises(ZeroDivisionError):
             ask(engine, oracle, prompt(text(5), B, text(4)))
     assert_idle(engine)
-    request = engine.build_request(prompt(text(5), C, text(4)).token_ids, LOGPROBS,
-                                   prompt(text(5), C, text(4)).mm_inputs, 0.0, may_guess=True)
-    engine.queue(request)
-    engine.step()
-    engine.abort(request.seq.seq_id)
-    while not engine.is_finished():
-        engine.step()
-    assert_idle(engine)
+    abort_after_a_step(engine, prompt(text(5), C, text(4)))
     ask(engine, oracle, prompt(text(5), C, text(4)), prompt(text(5), B, text(4)))
 
 
@@ -117,14 +121,7 @@ def test_an_abort_between_chunks_leaves_no_rows_under_the_guessed_key(engine: LL
     """B, taken for A whose rows are gone, is aborted while a step encodes it: its rows are not A's."""
     ask(engine, oracle, prompt(text(5), A, text(4)))
     engine.reset_caches()
-    other = prompt(text(5), B, text(20))
-    request = engine.build_request(other.token_ids, LOGPROBS, other.mm_inputs, 0.0, may_guess=True)
-    engine.queue(request)
-    engine.step()
-    engine.abort(request.seq.seq_id)
-    while not engine.is_finished():
-        engine.step()
-    assert_idle(engine)
+    abort_after_a_step(engine, prompt(text(5), B, text(20)))
     ask(engine, oracle, prompt(text(5), A, text(4)))
 
 
@@ -145,12 +142,7 @@ def test_a_guess_does_not_decide_whether_pixels_are_missing(engine: LLM, oracle:
 def test_preemption_around_wrong_guesses(folder: Any, oracle: Oracle, hashes: list[PendingHash]) -> None:
     prompts = [prompt(text(5), A, text(4)), prompt(text(3, 2)), prompt(text(5), B, text(4)),
                prompt(text(6), C, text(2))]
-    params = greedy(24, logprobs=-1)
     with make_llm(folder, block_size=4, num_kvcache_blocks=24, overlap=True) as llm:
         ask(llm, oracle, prompts[0])
-        outputs = llm.generate([each.token_ids for each in prompts], params, [each.mm_inputs for each in prompts],
-                               use_tqdm=False)
-        for each, output in zip(prompts, outputs):
-            assert_right(oracle, each, output)
+        ask(llm, oracle, *prompts, max_tokens=24)
         assert len(hashes) == 3 and llm.stats()["preemptions"] > 0
-        assert_idle(llm)
