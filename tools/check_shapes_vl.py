@@ -40,8 +40,7 @@ class Peer:
 
 def ask_both(peer: Peer, llm: LLM, questions: list[Question]) -> dict[str, list[tuple[bool, bool, bool]]]:
     """By kind, for each question: transformers is right, nanovllm is right, their ids are equal."""
-    config = llm.config.model_config
-    prompts = Prompts(config.path, config.vision_start_token_id, config.image_token_id, config.vision_end_token_id)
+    prompts = Prompts(llm.config.model_config)
     params = SamplingParams(max_tokens=MAX_TOKENS, top_k=1)
     marks: dict[str, list[tuple[bool, bool, bool]]] = defaultdict(list)
     for question in tqdm(questions):

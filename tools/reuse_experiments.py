@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,8 @@ def run(llm: LLM, experiment: Experiment, per_kind: int, seed: int, name: str) -
     questions = experiment.questions(per_kind, seed)
     examiner = Examiner(llm, max_tokens=1, seed=seed)
     examiner.prompts = Donors(examiner.prompts, experiment.how)
-    with tqdm(total=len(questions), desc=name) as bar:
-        if experiment.turned:
-            outcomes = measure(examiner, questions, list(RATIOS.values()), bar.update, timed_per_kind=0)
-        else:
-            with unturned_keys(llm):
-                outcomes = measure(examiner, questions, list(RATIOS.values()), bar.update, timed_per_kind=0)
+    with tqdm(total=len(questions), desc=name) as bar, nullcontext() if experiment.turned else unturned_keys(llm):
+        outcomes = measure(examiner, questions, list(RATIOS.values()), bar.update, timed_per_kind=0)
     return summarize(outcomes, list(RATIOS))
 
 

@@ -43,9 +43,8 @@ class Bench:
     """A dense model with its processor."""
 
     def __init__(self, folder: str) -> None:
-        config = ModelConfig.from_folder(folder)
         self.dense = Dense(folder)
-        self.prompts = Prompts(folder, config.vision_start_token_id, config.image_token_id, config.vision_end_token_id)
+        self.prompts = Prompts(ModelConfig.from_folder(folder))
 
     def pose(self, question: Question, experiment: Experiment, rng: random.Random) -> Posed:
         shown = experiment.how(question.pictures, rng)

@@ -34,7 +34,8 @@ BYTES = 2                       # of a bfloat16
 RANKS = (1, 2, 4, 8)
 BATCH = 256                     # sequences of a decode step
 GRID = (1, 154, 274)            # of a 3840 x 2160 picture
-PATCHES, ROWS = 42196, 10549    # of it in the vision tower, and behind it
+PATCHES = math.prod(GRID)       # of it in the vision tower
+ROWS = PATCHES // 4             # behind the tower, which merges squares of four
 TEXT = 42                       # tokens around it in the prompt of `bench.py --mode image`
 # Copies and products as docs/log.md has them of an H200; NVLink each way as its maker has it.
 H200 = Ceilings(bytes_per_second=4.15e12, flops_per_second=838e12)

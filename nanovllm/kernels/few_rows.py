@@ -111,7 +111,7 @@ def norm_linear(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float, we
 def tiles_of(x: Tensor, form: int) -> Tiles:
     """The best of `tools/linear_sweep.py` on an H200, see docs/log.md."""
     (rows, in_features), early = x.shape, x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    if form in (NORMED, ADDED):         # each program norms all of its rows again, so the warps are few
+    if form in (NORMED, ADDED):
         cols, depth, warps = 4, 1024, 2 if rows <= 2 else 4
     else:
         cols, depth, warps = 2 if form == PLAIN or rows > FAST_ROWS else 4 if rows == 1 else 8, 2048, 8

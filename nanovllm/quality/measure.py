@@ -62,11 +62,9 @@ class Examiner:
     """One engine without prefix cache, so that all there is to reuse is image KV."""
 
     def __init__(self, llm: LLM, max_tokens: int = 16, first_seen: str = "elsewhere", seed: int = 0) -> None:
-        config = llm.config.model_config
         self.llm, self.max_tokens, self.first_seen = llm, max_tokens, first_seen
         self.rng = random.Random(f"first seen {seed}")
-        self.prompts = Prompts(config.path, config.vision_start_token_id, config.image_token_id,
-                               config.vision_end_token_id)
+        self.prompts = Prompts(llm.config.model_config)
 
     def batches(self, questions: Iterable[Question], timed_per_kind: int = TIMED_PER_KIND) -> Iterator[list[Posed]]:
         """Questions in batches whose prompts, of both kinds, fill at most half of the KV pool; one fits always."""
@@ -117,14 +115,16 @@ class Examiner:
     def _times(self, posed: Posed, ratios: Sequence[Ratio]) -> list[float]:
         """Seconds to the first token of full prefill, pictures encoded anew, and at each ratio; the request alone, and
         asked twice, so that all that its step needs is compiled."""
+        def ask(ratio: Ratio) -> float:
+            [output] = self._generate([posed.asking], 1, recompute_ratio=ratio)
+            return float(output["ttft"])
+
         for _ in range(2):
             self.llm.reset_caches()
-            [full] = self._generate([posed.asking], 1, recompute_ratio=0.0)
+            full = ask(0.0)
         self.llm.reset_caches()
         self._generate([posed.showing], 1, recompute_ratio=0.0)
-        reused = [[self._generate([posed.asking], 1, recompute_ratio=ratio) for _ in range(2)][1][0]
-                  for ratio in ratios]
-        return [output["ttft"] for output in (full, *reused)]
+        return [full, *([ask(ratio), ask(ratio)][1] for ratio in ratios)]
 
     def _generate(self, prompts: Sequence[Inputs], max_tokens: int, **options: Any) -> list[Any]:
         params = SamplingParams(max_tokens=max_tokens, top_k=1, **options)

@@ -9,8 +9,9 @@ from typing import Any
 from PIL import Image
 from transformers import AutoProcessor
 
+from nanovllm.model_config import ModelConfig
 from nanovllm.quality.pictures import draw
-from nanovllm.quality.questions import Message, Question
+from nanovllm.quality.questions import Message, Question, chat
 from nanovllm.quality.shapes import Scene
 
 Inputs = Mapping[str, Any]
@@ -30,12 +31,22 @@ def other_system(rng: random.Random) -> str:
     return " ".join(rng.choice(SENTENCES) for _ in range(rng.randint(6, 8)))
 
 
+def system_message(text: str) -> Message:
+    return {"role": "system", "content": [{"type": "text", "text": text}]}
+
+
+def behind(system: str, num_pictures: int) -> tuple[Message, ...]:
+    """Pictures behind a system text, before another question."""
+    return (system_message(system), *chat(OTHER_QUESTION, num_pictures))
+
+
 class Prompts:
     """A model's processor, and the prompts it makes."""
 
-    def __init__(self, model_path: str, vision_start: int | None, image: int | None, vision_end: int | None) -> None:
-        self.processor = AutoProcessor.from_pretrained(model_path)
-        self.picture_text = "".join(self.processor.tokenizer.convert_ids_to_tokens([vision_start, image, vision_end]))
+    def __init__(self, config: ModelConfig) -> None:
+        self.processor = AutoProcessor.from_pretrained(config.path)
+        self.picture_text = "".join(self.processor.tokenizer.convert_ids_to_tokens(
+            [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]))
 
     def asking(self, question: Question) -> Inputs:
         """The question itself."""
@@ -48,9 +59,7 @@ class Prompts:
         if first_seen == "bare":
             text = self.picture_text * len(pictures) + OTHER_QUESTION
             return self.processor(text=[text], images=pictures, return_tensors="pt")
-        user = [{"type": "image"}] * len(pictures) + [{"type": "text", "text": OTHER_QUESTION}]
-        return self._chat(({"role": "system", "content": [{"type": "text", "text": other_system(rng)}]},
-                           {"role": "user", "content": user}), pictures)
+        return self._chat(behind(other_system(rng), len(pictures)), pictures)
 
     def _chat(self, messages: Sequence[Message], pictures: list[Image.Image]) -> Inputs:
         waiting = iter(pictures)

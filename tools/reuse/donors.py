@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from nanovllm.quality.pictures import draw
-from nanovllm.quality.prompts import OTHER_QUESTION, Inputs, Prompts, other_system
-from nanovllm.quality.questions import Message, Question, chat
-from nanovllm.quality.shapes import KINDS, SINGLE_KINDS, draw_scene, held_out
+from nanovllm.quality.prompts import OTHER_QUESTION, Inputs, Prompts, behind, other_system, system_message
+from nanovllm.quality.questions import Message, Question, builtin_questions, chat
+from nanovllm.quality.shapes import KINDS, SINGLE_KINDS, draw_scene
 
 Pictures = tuple[Any, ...]
 SYSTEM_IN_ANOTHER_LANGUAGE = "Du siehst gleich Bilder und sollst in wenigen Worten sagen, was darauf zu sehen ist. " * 4
@@ -31,10 +31,6 @@ class Donors(Prompts):
     def shown(self, question: Question, rng: random.Random) -> Inputs:
         """A prompt of `how`; without messages the pictures stand bare."""
         return self.asking(question) if question.messages else super().showing(question, "bare", rng)
-
-
-def behind(system: str, num_pictures: int) -> tuple[Message, ...]:
-    return ({"role": "system", "content": [{"type": "text", "text": system}]}, *chat(OTHER_QUESTION, num_pictures))
 
 
 # ---------------------------------------------------------------- how pictures are first seen
@@ -85,8 +81,7 @@ def video_before(pictures: Pictures, rng: random.Random) -> Question:
         frames = [first] + [replace(draw_scene(rng), height=first.height, width=first.width) for _ in range(3)]
         videos.append({"type": "video", "video": torch.stack(draw(frames)).numpy()})
     content = [*videos, {"type": "image"}, {"type": "text", "text": OTHER_QUESTION}]
-    system = {"role": "system", "content": [{"type": "text", "text": other_system(rng)}]}
-    return Question((system, {"role": "user", "content": content}), pictures[-1:])
+    return Question((system_message(other_system(rng)), {"role": "user", "content": content}), pictures[-1:])
 
 
 def as_fourth_to_eighth(pictures: Pictures, rng: random.Random) -> Question:
@@ -129,9 +124,8 @@ class Experiment:
     def questions(self, per_kind: int, seed: int) -> list[Question]:
         """Held-out questions of the kinds that the experiment asks."""
         rng = random.Random(f"asked {seed}")
-        questions = (Question(chat(asked.question, len(asked.scenes), asked.before, asked.question_first),
-                              asked.scenes, asked.kind, asked.answer) for asked in held_out(per_kind, seed))
-        return [asked for question in questions if (asked := self.asked(question, rng)) is not None]
+        return [asked for question in builtin_questions(per_kind, seed)
+                if (asked := self.asked(question, rng)) is not None]
 
 
 EXPERIMENTS = {
