@@ -1,6 +1,7 @@
 """Attention in our own Triton kernels: fast on any CUDA device with nothing else installed."""
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import takewhile
 
 import torch
@@ -8,11 +9,12 @@ from torch import Tensor
 
 from nanovllm.attention.contract import AttentionBackend, SpanBatch
 from nanovllm.attention.fused import TritonOps
-from nanovllm.kernels.attention import Tiles, attend
+from nanovllm.kernels.attention import Tiles, attend, num_tiles
 from nanovllm.kernels.kv_store import store_kv
 
 MAX_SPLITS = 16             # of one range of keys; adding the parts up costs more from there on
-TILES_A_SPLIT = 2           # turns of the loop that a split should have at least
+PROGRAMS_A_SM = 16          # of a launch that splits keys, most of which find that their range is too short
+MAX_RANGES = 1 << 12        # of keys in such a launch
 DECODES_WORTH_A_LAUNCH = 4  # one-query spans before the others that get a launch of their own
 
 
@@ -23,6 +25,7 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, device: torch.device) -> None:
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        self.arrivals = torch.zeros(MAX_RANGES, dtype=torch.int32, device=device)
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.store_kv`."""
@@ -41,11 +44,12 @@ class TritonBackend(AttentionBackend):
                 # Token `first` begins span `first`: what stands before it are decodes. A launch sees its own rows only.
                 rows = slice(0, decodes) if longest == 1 else slice(first, None)
                 cu_seqlens_q = spans.cu_seqlens_q[first:stop + 1] - first if first else spans.cu_seqlens_q[:stop + 1]
+                one_query, q_rows = longest == 1, q[rows]
                 tiles = paged_tiles(q, k_cache.shape[1], longest * group)
-                programs = kv_heads * (stop - first if longest == 1 else len(q[rows]) * group // tiles.rows + 1)
-                tiles = self._split(tiles, programs, spans.max_seqlen_k)
-                attend(q[rows], k_cache, v_cache, out[rows], cu_seqlens_q, scale, tiles,
-                       spans.seqlens_k[first:stop], spans.block_tables[first:stop], one_query=longest == 1)
+                ranges = num_tiles(len(q_rows), stop - first, q.shape[1], kv_heads, tiles, one_query)
+                tiles = self._split(tiles, ranges, spans.max_seqlen_k)
+                attend(q_rows, k_cache, v_cache, out[rows], cu_seqlens_q, scale, tiles,
+                       spans.seqlens_k[first:stop], spans.block_tables[first:stop], one_query, self.arrivals)
         return out
 
     def encode(
@@ -56,11 +60,14 @@ class TritonBackend(AttentionBackend):
         attend(q, k, v, out, cu_seqlens, scale, segment_tiles(q, max(seqlens, default=1)))
         return out
 
-    def _split(self, tiles: Tiles, programs: int, max_seqlen_k: int) -> Tiles:
-        """`tiles` with as many splits as fill the device twice, a power of two: each number is a kernel to compile."""
-        wanted = min(2 * self.num_sms // programs, max_seqlen_k // (TILES_A_SPLIT * tiles.keys), MAX_SPLITS)
-        splits = 1 << max(wanted, 1).bit_length() - 1
-        return Tiles(tiles.rows, tiles.keys, tiles.warps, tiles.stages, splits)
+    def _split(self, tiles: Tiles, ranges: int, max_seqlen_k: int) -> Tiles:
+        """`tiles` with as many splits as the device has room for, rounded down to a power of two.
+
+        How many of them have work, each range says on the device: lengths differ, and the longest would be waited for.
+        """
+        wanted = min(PROGRAMS_A_SM * self.num_sms // ranges, max_seqlen_k // (tiles.least * tiles.keys), MAX_SPLITS)
+        splits = 1 << max(wanted, 1).bit_length() - 1 if ranges <= MAX_RANGES else 1
+        return replace(tiles, splits=splits)
 
 
 def paged_tiles(q: Tensor, block_size: int, rows: int) -> Tiles:

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.early import early_launch, starts_early
+
 PLAIN, GATED, NORMED, ADDED = 0, 1, 2, 3    # what the product is of, see `_few_rows_kernel`
 MAX_ROWS = 16
 FAST_ROWS = 4       # up to which a product beat cuBLAS on an H200, see docs/log.md
@@ -110,7 +112,7 @@ def norm_linear(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float, we
 
 def tiles_of(x: Tensor, form: int) -> Tiles:
     """The best of `tools/linear_sweep.py` on an H200, see docs/log.md."""
-    (rows, in_features), early = x.shape, x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    rows, in_features = x.shape
     if form in (NORMED, ADDED):
         cols, depth, warps = 4, 1024, 2 if rows <= 2 else 4
     else:
@@ -118,7 +120,7 @@ def tiles_of(x: Tensor, form: int) -> Tiles:
     depth_of_all = max(triton.next_power_of_2(in_features), 16)
     if depth_of_all < depth:            # sizes that were not measured
         cols, depth, warps = 4 if rows <= 2 else 2, depth_of_all, 4 if depth_of_all == 1024 else 1
-    return Tiles(cols, depth, warps, early)
+    return Tiles(cols, depth, warps, starts_early(x))
 
 
 def _product(form: int, x: Tensor, other: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None,
@@ -129,10 +131,9 @@ def _product(form: int, x: Tensor, other: Tensor, gain: Tensor, eps: float, weig
     total = torch.empty(rows, in_features, dtype=x.dtype, device=x.device) if form == ADDED else out
     tiles = tiles or tiles_of(x, form)
     if rows:
-        options = {"launch_pdl": True} if tiles.early else {}
         _few_rows_kernel[(triton.cdiv(out_features, tiles.cols),)](
             x, other, gain, weight, x if bias is None else bias, out, total, rows, x.stride(0), other.stride(0),
             weight.stride(0), out_features, eps, FORM=form, SIZE=in_features, BIAS=bias is not None,
             ROWS=triton.next_power_of_2(rows), COLS=tiles.cols, DEPTH=tiles.depth, EARLY=tiles.early,
-            num_warps=tiles.warps, **options)
+            num_warps=tiles.warps, **early_launch(tiles.early))
     return out, total

@@ -6,12 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.early import await_inputs, early_launch, starts_early
+
 
 @triton.jit
 def _rms_norm_kernel(
     x: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, total: tl.tensor,
     x_stride: int, residual_stride: int, eps: float, SIZE: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    await_inputs(EARLY)
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     mask = place < SIZE
     value = tl.load(x + row * x_stride + place, mask=mask, other=0.0)
@@ -43,6 +47,8 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
     total = torch.empty_like(out) if residual is not None else x
     width = triton.next_power_of_2(size)
     if rows:
-        _rms_norm_kernel[(rows,)](x, other, weight, out, total, x.stride(0), other.stride(0), eps, SIZE=size,
-                                  WIDTH=width, ADD=residual is not None, num_warps=min(max(width // 512, 1), 8))
+        early = starts_early(x)
+        _rms_norm_kernel[(rows,)](
+            x, other, weight, out, total, x.stride(0), other.stride(0), eps, SIZE=size, WIDTH=width,
+            ADD=residual is not None, EARLY=early, num_warps=min(max(width // 512, 1), 8), **early_launch(early))
     return out, total

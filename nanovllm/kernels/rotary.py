@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.early import await_inputs, early_launch, starts_early
+
 ROWS = 16       # heads of tokens that one program turns
 
 
@@ -62,9 +64,10 @@ def _project_kernel(
     qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, eps: float,
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, slot_mapping: tl.tensor, rows: int, qkv_stride: int,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:
     """A row is a head of a token: of a query, a key or a value, in this order."""
+    await_inputs(EARLY)
     row, pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     token, head = row // (HEADS + 2 * KV_HEADS), row % (HEADS + 2 * KV_HEADS)
     of_query, of_value = head < HEADS, head >= HEADS + KV_HEADS
@@ -120,8 +123,10 @@ def norm_rotate_store(
     q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps = norms if norms is not None else (qkv, qkv, 0.0)
     if tokens:
+        early = starts_early(qkv)
         _project_kernel[(triton.cdiv(tokens * all_heads, ROWS),)](
             qkv, cos, sin, q_weight, k_weight, eps, q, k_cache, v_cache, slot_mapping, tokens * all_heads,
             qkv.stride(0), HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2,
-            WIDTH=triton.next_power_of_2(head_dim // 2), NORM=norms is not None, ROWS=ROWS, num_warps=4)
+            WIDTH=triton.next_power_of_2(head_dim // 2), NORM=norms is not None, ROWS=ROWS, EARLY=early,
+            num_warps=4, **early_launch(early))
     return q

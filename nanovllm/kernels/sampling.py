@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.early import await_inputs, early_launch, starts_early
+
 CHUNK = 4096        # ids that one program looks at
 RANKED_CHUNK = 4096     # ids that one turn of the loop over a whole row looks at
 
@@ -30,18 +32,31 @@ def _gumbel_noise(ids: tl.tensor, key: tl.tensor, other_key: tl.tensor) -> tl.te
 
 
 @triton.jit
+def _store_winner(best: tl.tensor, best_ids: tl.tensor, out: tl.tensor, values: tl.tensor, ids: tl.tensor,
+                  vocab_size: int) -> None:
+    """The largest of `values` and the first id that has it; a reduction of pairs would take twice the arithmetic."""
+    value = tl.max(values, 0)
+    tl.store(best + out, value)
+    tl.store(best_ids + out, tl.min(tl.where(values == value, ids, vocab_size - 1), 0))
+
+
+@triton.jit
 def _draw_kernel(
     logits: tl.tensor, largest: tl.tensor, temperature: tl.tensor, keys: tl.tensor, lowest: tl.tensor,
     log_min_p: tl.tensor, best: tl.tensor, best_ids: tl.tensor, vocab_size: int, stride: int,
-    RANKED: tl.constexpr, MIN_P: tl.constexpr, CHUNK: tl.constexpr,
+    RANKED: tl.constexpr, MIN_P: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:
     """The winner of one chunk of ids."""
+    await_inputs(EARLY)
     row, chunk = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = ids < vocab_size
     logit = tl.load(logits + row.to(tl.int64) * stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
-    # rounded like the twin's quotient, since a filter's bound is one of these values
-    scaled = tl.div_rn(logit - tl.load(largest + row), tl.load(temperature + row))
+    below, heat = logit - tl.load(largest + row), tl.load(temperature + row)
+    if RANKED or MIN_P:     # rounded like the twin's quotient, since a filter's bound is one of these values
+        scaled = tl.div_rn(below, heat)
+    else:
+        scaled = below * (1 / heat)
     if RANKED:
         scaled = tl.where(scaled < tl.load(lowest + row), float("-inf"), scaled)
     if MIN_P:
@@ -49,30 +64,29 @@ def _draw_kernel(
     key = tl.load(keys + row).to(tl.uint32, bitcast=True)
     other_key = tl.load(keys + tl.num_programs(0) + row).to(tl.uint32, bitcast=True)
     drawn = scaled + _gumbel_noise(ids, key, other_key)
-    value, place = tl.max(tl.where(drawn == drawn, drawn, float("-inf")), 0, return_indices=True)     # NaN never wins
-    out = row * tl.num_programs(1) + chunk
-    tl.store(best + out, value)
-    tl.store(best_ids + out, tl.minimum(chunk * CHUNK + place, vocab_size - 1))
+    _store_winner(best, best_ids, row * tl.num_programs(1) + chunk, tl.where(drawn == drawn, drawn, float("-inf")),
+                  ids, vocab_size)      # NaN never wins
 
 
 @triton.jit
 def _largest_kernel(logits: tl.tensor, best: tl.tensor, best_ids: tl.tensor, vocab_size: int, stride: int,
-                    CHUNK: tl.constexpr) -> None:
+                    CHUNK: tl.constexpr, EARLY: tl.constexpr) -> None:
     """The largest logit of one chunk of ids; NaN if there is one."""
+    await_inputs(EARLY)
     row, chunk = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab_size, other=float("-inf"))
-    value, place = tl.max(tl.where(logit == logit, logit, float("-inf")), 0, return_indices=True)
-    has_nan = tl.max((logit != logit).to(tl.int32), 0) > 0
     out = row * tl.num_programs(1) + chunk
-    tl.store(best + out, tl.where(has_nan, float("nan"), value))
-    tl.store(best_ids + out, tl.minimum(chunk * CHUNK + place, vocab_size - 1))
+    _store_winner(best, best_ids, out, tl.where(logit == logit, logit, float("-inf")), ids, vocab_size)
+    if tl.max((logit != logit).to(tl.int32), 0) > 0:
+        tl.store(best + out, float("nan"))
 
 
 @triton.jit
 def _pick_kernel(best: tl.tensor, best_ids: tl.tensor, token_ids: tl.tensor, largest: tl.tensor, chunks: int,
-                 WIDTH: tl.constexpr, LARGEST: tl.constexpr) -> None:
+                 WIDTH: tl.constexpr, LARGEST: tl.constexpr, EARLY: tl.constexpr) -> None:
     """The winner of a row's chunks, the first one of equals, and its value; NaN if there is one."""
+    await_inputs(EARLY)
     row, chunk = tl.program_id(0), tl.arange(0, WIDTH)
     values = tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
     value, winner = tl.max(tl.where(values == values, values, float("-inf")), 0, return_indices=True)
@@ -138,9 +152,11 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.empty(n, dtype=torch.float32, device=logits.device)
     token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n:
-        _largest_kernel[(n, chunks)](logits, best, best_ids, vocab_size, logits.stride(0), CHUNK=CHUNK, num_warps=8)
+        early = starts_early(logits)
+        _largest_kernel[(n, chunks)](logits, best, best_ids, vocab_size, logits.stride(0), CHUNK=CHUNK, EARLY=early,
+                                     num_warps=8, **early_launch(early))
         _pick_kernel[(n,)](best, best_ids, token_ids, values, chunks, WIDTH=triton.next_power_of_2(chunks),
-                           LARGEST=True, num_warps=1)
+                           LARGEST=True, EARLY=early, num_warps=1, **early_launch(early))
     return values, token_ids
 
 
@@ -173,10 +189,12 @@ def draw(
     best_ids = torch.empty(n, chunks, dtype=torch.int32, device=logits.device)
     token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n:
+        early = starts_early(logits)
         _draw_kernel[(n, chunks)](
             logits, largest, temperature, keys, temperature if lowest is None else lowest,
             temperature if log_min_p is None else log_min_p, best, best_ids, vocab_size, logits.stride(0),
-            RANKED=lowest is not None, MIN_P=log_min_p is not None, CHUNK=CHUNK, num_warps=8)
+            RANKED=lowest is not None, MIN_P=log_min_p is not None, CHUNK=CHUNK, EARLY=early, num_warps=8,
+            **early_launch(early))
         _pick_kernel[(n,)](best, best_ids, token_ids, best, chunks, WIDTH=triton.next_power_of_2(chunks),
-                           LARGEST=False, num_warps=1)
+                           LARGEST=False, EARLY=early, num_warps=1, **early_launch(early))
     return token_ids

@@ -71,6 +71,30 @@ def check_encode(backend: AttentionBackend, seqlens: tuple[int, ...], heads: int
     torch.testing.assert_close(out.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def check_splits(splits: int, least: int, keys: int, one_query: bool, device: str) -> None:
+    """Ranges that all the splits share, some of them, and one; the launch leaves its counters as it found them."""
+    from nanovllm.kernels.attention import Tiles, attend, num_tiles
+
+    lengths, (heads, kv_heads, dim) = [17 * keys + 3, 5 * keys, keys - 1, 1], (4, 2, 24)
+    pages = Pages(lengths, 2 * keys, random.Random(splits))
+    k_cache, v_cache = torch.randn(2, pages.num_blocks, 2 * keys, kv_heads, dim).to(device)
+    queries = [(0, 1), (1, 1), (2, 1), (3, 1)] if one_query else [(0, 21), (1, 5), (2, keys - 1), (3, 1)]
+    batch = pages.batch([(seq, lengths[seq] - n, lengths[seq]) for seq, n in queries], device)
+    q, tiles = torch.randn(sum(batch.q_lens), heads, dim).to(device), Tiles(16, keys, 4, 2, splits, least)
+    arrivals = torch.zeros(num_tiles(len(q), len(lengths), heads, kv_heads, tiles, one_query), dtype=torch.int32,
+                           device=device)
+    expected = TorchBackend().attend(q, k_cache, v_cache, batch, 0.3)
+    for _ in range(2):      # the second finds the counters of the first
+        out = torch.full_like(q, float("nan"))
+        attend(q, k_cache, v_cache, out, batch.cu_seqlens_q, 0.3, tiles, batch.seqlens_k, batch.block_tables,
+               one_query, arrivals)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        assert not arrivals.any()
+
+
+SPLITS = [(2, 1), (3, 4), (8, 1), (16, 2), (16, 4)]     # splits, turns of the loop that each has at least
+
+
 def check_triton_on_cpu() -> None:
     from nanovllm.attention.triton_backend import TritonBackend
 
@@ -80,9 +104,9 @@ def check_triton_on_cpu() -> None:
     for heads, block_size in (((2, 1, 64), 16), ((7, 1, 80), 48), ((2, 2, 96), 32), ((2, 1, 128), 64)):
         check_shape(backend, lengths, mixed, heads, block_size, torch.float32, "cpu")
     check_shape(backend, lengths, decode, (2, 1, 64), 16, torch.float16, "cpu")
-    backend.num_sms = 100       # which makes it split the keys
-    check_shape(backend, lengths, decode, (2, 1, 24), 16, torch.float32, "cpu")
-    check_shape(backend, lengths, mixed[-2:], (3, 1, 24), 16, torch.float32, "cpu")
+    for splits, least in SPLITS:
+        for one_query in (True, False):
+            check_splits(splits, least, 16, one_query, "cpu")
     check_padding(backend, torch.float32, "cpu")
     check_encode(backend, (16, 4, 4, 9), 2, 80, torch.float32, "cpu")
     check_encode(backend, (70, 1), 1, 24, torch.float16, "cpu")
@@ -147,6 +171,13 @@ def test_backends_equal_torch_within_rounding(backend, heads, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_triton_takes_other_dtypes_and_block_sizes(shape, block_size, dtype):
     check_shape(gpu_backend("triton"), LENGTHS, SHAPES[shape], (16, 2, 128), block_size, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("one_query", [True, False])
+@pytest.mark.parametrize("splits,least", SPLITS)
+def test_splits_of_a_range_add_up(splits, least, one_query):
+    check_splits(splits, least, 32, one_query, "cuda")
 
 
 @pytest.mark.gpu
