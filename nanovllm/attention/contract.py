@@ -37,7 +37,10 @@ class FusedOps(ABC):
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(the norm of x + residual, x + residual), all `[rows, size]`."""
 
-    max_linear_rows: int        # up to which the three products below beat the library
+    @staticmethod
+    @abstractmethod
+    def beats_library(rows: int, weight: Tensor, plain: bool) -> bool:
+        """Whether `linear` (plain), or else the two products behind it, is faster than the library's product."""
 
     @staticmethod
     @abstractmethod
@@ -86,6 +89,11 @@ class FusedOps(ABC):
     def draw(logits: Tensor, largest: Tensor, temperature: Tensor, keys: Tensor, lowest: Tensor | None,
              log_min_p: Tensor | None) -> Tensor:
         """One id a row of logits `[n, vocab]` by Gumbel-max."""
+
+    @staticmethod
+    @abstractmethod
+    def sample(logits: Tensor, temperature: Tensor, keys: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids; whether each row is finite) by the largest logit where `greedy` says so, else by Gumbel-max."""
 
     @staticmethod
     @abstractmethod

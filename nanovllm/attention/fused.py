@@ -3,11 +3,11 @@ from __future__ import annotations
 
 from nanovllm.attention.contract import FusedOps
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.few_rows import FAST_ROWS, gated_linear, linear, norm_linear
+from nanovllm.kernels.few_rows import beats_library, gated_linear, linear, norm_linear
 from nanovllm.kernels.kv_move import move_kv
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.rotary import norm_rotate_store, rotate
-from nanovllm.kernels.sampling import draw, largest, lowest_kept
+from nanovllm.kernels.sampling import draw, largest, lowest_kept, sample
 from nanovllm.kernels.sum_ranks import sum_ranks
 
 
@@ -16,7 +16,7 @@ class TritonOps(FusedOps):
 
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
-    max_linear_rows = FAST_ROWS
+    beats_library = staticmethod(beats_library)
     linear = staticmethod(linear)
     norm_linear = staticmethod(norm_linear)
     gated_linear = staticmethod(gated_linear)
@@ -26,5 +26,6 @@ class TritonOps(FusedOps):
     largest = staticmethod(largest)
     lowest_kept = staticmethod(lowest_kept)
     draw = staticmethod(draw)
+    sample = staticmethod(sample)
     sum_ranks = staticmethod(sum_ranks)
     move_kv = staticmethod(move_kv)

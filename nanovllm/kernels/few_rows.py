@@ -11,8 +11,9 @@ from torch import Tensor
 from nanovllm.kernels.early import early_launch, starts_early
 
 PLAIN, GATED, NORMED, ADDED = 0, 1, 2, 3    # what the product is of, see `_few_rows_kernel`
-MAX_ROWS = 16
-FAST_ROWS = 4       # up to which a product beat cuBLAS on an H200, see docs/log.md
+# What beat cuBLAS on an H200, see docs/log.md: any product of 2 rows; of more, one of little arithmetic.
+ANY_SIZE_ROWS, MIXED_ROWS, PLAIN_ROWS = 2, 4, 8
+MANY_PRODUCTS = 4 * 6144 * 1024     # of a row's value and a weight
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,14 @@ def _few_rows_kernel(
              mask=(out_row < rows) & (out_col < out_features))
 
 
+def beats_library(rows: int, weight: Tensor, plain: bool) -> bool:
+    """Whether `linear` (plain), or else the two products behind it, is the faster way to multiply so many rows."""
+    few = PLAIN_ROWS if plain else MIXED_ROWS
+    return rows <= ANY_SIZE_ROWS or (rows <= few and rows * weight.numel() <= MANY_PRODUCTS)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
-    """`x @ weight.T + bias` of at most `MAX_ROWS` rows x `[rows, in_features]`; weight `[out_features, in_features]`.
+    """`x @ weight.T + bias` of at most `PLAIN_ROWS` rows x `[rows, in_features]`; weight `[out_features, in_features]`.
 
     Rows of x and of weight are contiguous. Sums are float32. Equal in plain torch: `torch.nn.functional.linear`.
     """
@@ -115,8 +122,10 @@ def tiles_of(x: Tensor, form: int) -> Tiles:
     rows, in_features = x.shape
     if form in (NORMED, ADDED):
         cols, depth, warps = 4, 1024, 2 if rows <= 2 else 4
+    elif rows > MIXED_ROWS:
+        cols, depth, warps = 2, 512, 2
     else:
-        cols, depth, warps = 2 if form == PLAIN or rows > FAST_ROWS else 4 if rows == 1 else 8, 2048, 8
+        cols, depth, warps = 2 if form == PLAIN else 4 if rows == 1 else 8, 2048, 8
     depth_of_all = max(triton.next_power_of_2(in_features), 16)
     if depth_of_all < depth:            # sizes that were not measured
         cols, depth, warps = 4 if rows <= 2 else 2, depth_of_all, 4 if depth_of_all == 1024 else 1
@@ -126,7 +135,7 @@ def tiles_of(x: Tensor, form: int) -> Tiles:
 def _product(form: int, x: Tensor, other: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None,
              tiles: Tiles | None) -> tuple[Tensor, Tensor]:
     (rows, in_features), out_features = x.shape, len(weight)
-    assert rows <= MAX_ROWS and x.stride(1) == other.stride(1) == weight.stride(1) == gain.stride(-1) == 1
+    assert rows <= PLAIN_ROWS and x.stride(1) == other.stride(1) == weight.stride(1) == gain.stride(-1) == 1
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     total = torch.empty(rows, in_features, dtype=x.dtype, device=x.device) if form == ADDED else out
     tiles = tiles or tiles_of(x, form)

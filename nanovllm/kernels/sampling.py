@@ -13,8 +13,13 @@ RANKED_CHUNK = 4096     # ids that one turn of the loop over a whole row looks a
 
 
 @triton.jit
-def _gumbel_noise(ids: tl.tensor, key: tl.tensor, other_key: tl.tensor) -> tl.tensor:
-    """The noise of `layers.sampler.gumbel_noise`: the same bits, the same steps to a float."""
+def _race(scaled: tl.tensor, ids: tl.tensor, key: tl.tensor, other_key: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """For each id a value that is largest where `scaled` + Gumbel noise is: -(e / exp(scaled)), where -log(e) is that
+    noise, so e an exponential variable; at most 0, and one logarithm for two.
+
+    The bits are those of `layers.sampler.uniform_bits`. FAST: the device's log2, off by 2^-22 of 1 (PTX ISA,
+    lg2.approx), which a series replaces where that is much of e: either way some 2^-20 of the value.
+    """
     x = ids.to(tl.uint32) * 0x9E3779B1 + key
     x ^= x >> 16
     x *= 0x21F0AAAD
@@ -24,11 +29,15 @@ def _gumbel_noise(ids: tl.tensor, key: tl.tensor, other_key: tl.tensor) -> tl.te
     x ^= x >> 15
     x *= 0x9E485565
     x ^= x >> 16
-    uniform = (x >> 8).to(tl.float32) * 0.000000059604644775390625                      # 2^-24
-    uniform += ((x & 0xFF).to(tl.float32) + 0.5) * 0.00000000023283064365386962890625   # 2^-32
-    series = uniform + uniform * uniform * 0.5
-    by_log = -tl.log(tl.maximum(1 - uniform, 0.000000059604644775390625))
-    return -tl.log(tl.where(uniform < 0.0009765625, series, by_log))                    # 2^-10
+    u = (x >> 8).to(tl.float32) * 0.000000059604644775390625                      # 2^-24
+    u += ((x & 0xFF).to(tl.float32) + 0.5) * 0.00000000023283064365386962890625   # 2^-32
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7)))))))
+    rest = tl.maximum(1 - u, 0.000000059604644775390625)
+    if FAST:
+        by_log = -0.6931471805599453 * tl.extra.cuda.libdevice.fast_log2f(rest)
+    else:
+        by_log = -tl.log(rest)
+    return -tl.where(u < 0.125, series, by_log) * tl.exp(-scaled)
 
 
 @triton.jit
@@ -44,7 +53,7 @@ def _store_winner(best: tl.tensor, best_ids: tl.tensor, out: tl.tensor, values: 
 def _draw_kernel(
     logits: tl.tensor, largest: tl.tensor, temperature: tl.tensor, keys: tl.tensor, lowest: tl.tensor,
     log_min_p: tl.tensor, best: tl.tensor, best_ids: tl.tensor, vocab_size: int, stride: int,
-    RANKED: tl.constexpr, MIN_P: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    RANKED: tl.constexpr, MIN_P: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr, FAST: tl.constexpr,
 ) -> None:
     """The winner of one chunk of ids."""
     await_inputs(EARLY)
@@ -63,9 +72,55 @@ def _draw_kernel(
         scaled = tl.where(scaled < tl.load(log_min_p + row), float("-inf"), scaled)
     key = tl.load(keys + row).to(tl.uint32, bitcast=True)
     other_key = tl.load(keys + tl.num_programs(0) + row).to(tl.uint32, bitcast=True)
-    drawn = scaled + _gumbel_noise(ids, key, other_key)
+    drawn = _race(scaled, ids, key, other_key, FAST)
     _store_winner(best, best_ids, row * tl.num_programs(1) + chunk, tl.where(drawn == drawn, drawn, float("-inf")),
                   ids, vocab_size)      # NaN never wins
+
+
+@triton.jit
+def _sample_kernel(
+    logits: tl.tensor, temperature: tl.tensor, keys: tl.tensor, greedy: tl.tensor, best: tl.tensor, peaks: tl.tensor,
+    best_ids: tl.tensor, vocab_size: int, stride: int, CHUNK: tl.constexpr, EARLY: tl.constexpr, FAST: tl.constexpr,
+) -> None:
+    """The winner of one chunk of ids, by the logit or the draw relative to the chunk's largest logit, and that logit
+    (`peaks`): NaN if there is one."""
+    await_inputs(EARLY)
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    logit = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    peak = tl.max(tl.where(logit == logit, logit, float("-inf")), 0)
+    drawn = logit - tl.where(peak == float("-inf"), 0.0, peak)
+    if tl.load(greedy + row) == 0:
+        key = tl.load(keys + row).to(tl.uint32, bitcast=True)
+        other_key = tl.load(keys + tl.num_programs(0) + row).to(tl.uint32, bitcast=True)
+        drawn = _race(drawn * (1 / tl.load(temperature + row)), ids, key, other_key, FAST)
+    out = row * tl.num_programs(1) + chunk
+    _store_winner(best, best_ids, out, tl.where(drawn == drawn, drawn, float("-inf")), ids, vocab_size)
+    has_nan = tl.max((logit != logit).to(tl.int32), 0) > 0
+    tl.store(peaks + out, tl.where(has_nan, float("nan"), peak))
+
+
+@triton.jit
+def _pick_sample_kernel(
+    best: tl.tensor, peaks: tl.tensor, best_ids: tl.tensor, temperature: tl.tensor, greedy: tl.tensor,
+    token_ids: tl.tensor, finite: tl.tensor, chunks: int, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+) -> None:
+    """The winner of a row's chunks, the first one of equals; id 0 for a row that is not finite."""
+    await_inputs(EARLY)
+    row, chunk = tl.program_id(0), tl.arange(0, WIDTH)
+    at = row * chunks + chunk
+    peak = tl.load(peaks + at, mask=chunk < chunks, other=float("-inf"))
+    largest = tl.max(tl.where(peak == peak, peak, float("-inf")), 0)
+    is_finite = (tl.max((peak != peak).to(tl.int32), 0) == 0) & (tl.abs(largest) < float("inf"))
+    value = tl.load(best + at, mask=chunk < chunks, other=float("-inf"))
+    if tl.load(greedy + row) == 0:
+        value *= tl.exp((largest - peak) * (1 / tl.load(temperature + row)))
+    else:
+        value -= largest - peak
+    winner = tl.argmax(tl.where(value == value, value, float("-inf")), 0)
+    token_id = tl.load(best_ids + row * chunks + tl.minimum(winner, chunks - 1))
+    tl.store(token_ids + row, tl.where(is_finite, token_id, 0))
+    tl.store(finite + row, is_finite)
 
 
 @triton.jit
@@ -160,6 +215,31 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return values, token_ids
 
 
+def sample(logits: Tensor, temperature: Tensor, keys: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
+    """(id, int64 `[n]`; whether a row is finite, bool `[n]`; the id of one that is not is 0) of logits `[n, vocab]`.
+
+    A row whose `greedy` (int32 `[n]`) is not 0 takes its largest logit, the first of equals; the others draw with
+    `temperature` (float32 `[n, 1]`) and `keys` (int32 `[2, n, 1]`), no filter between. Logits are read once: a chunk of
+    ids is drawn from relative to its own largest logit, which is made up for between chunks. Equal in plain torch, but
+    for that rounding: `Tensor.max` and `layers.sampler.draw`.
+    """
+    (n, vocab_size), chunks = logits.shape, triton.cdiv(logits.shape[1], CHUNK)
+    assert logits.stride(1) == 1 and keys.is_contiguous()
+    best, peaks = torch.empty(2, n, chunks, dtype=torch.float32, device=logits.device)
+    best_ids = torch.empty(n, chunks, dtype=torch.int32, device=logits.device)
+    token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
+    finite = torch.empty(n, dtype=torch.bool, device=logits.device)
+    if n:
+        early = starts_early(logits)
+        _sample_kernel[(n, chunks)](
+            logits, temperature, keys, greedy, best, peaks, best_ids, vocab_size, logits.stride(0), CHUNK=CHUNK,
+            EARLY=early, FAST=logits.is_cuda, num_warps=8, **early_launch(early))
+        _pick_sample_kernel[(n,)](
+            best, peaks, best_ids, temperature, greedy, token_ids, finite, chunks,
+            WIDTH=triton.next_power_of_2(chunks), EARLY=early, num_warps=1, **early_launch(early))
+    return token_ids, finite
+
+
 def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """float32 `[n, 1]`: the smallest value of each row of scaled `[n, vocab]` that top-k and then top-p keep.
 
@@ -193,8 +273,8 @@ def draw(
         _draw_kernel[(n, chunks)](
             logits, largest, temperature, keys, temperature if lowest is None else lowest,
             temperature if log_min_p is None else log_min_p, best, best_ids, vocab_size, logits.stride(0),
-            RANKED=lowest is not None, MIN_P=log_min_p is not None, CHUNK=CHUNK, EARLY=early, num_warps=8,
-            **early_launch(early))
+            RANKED=lowest is not None, MIN_P=log_min_p is not None, CHUNK=CHUNK, EARLY=early, FAST=logits.is_cuda,
+            num_warps=8, **early_launch(early))
         _pick_kernel[(n,)](best, best_ids, token_ids, best, chunks, WIDTH=triton.next_power_of_2(chunks),
                            LARGEST=False, EARLY=early, num_warps=1, **early_launch(early))
     return token_ids

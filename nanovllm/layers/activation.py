@@ -38,6 +38,7 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_up_proj.split(projections)
         if self.fused is None:
             return self.down_proj(silu_and_mul(gate, up))
-        if (fused := self.down_proj.fused_for(gate)) is not None:
+        if (fused := self.down_proj.fused_for(gate, plain=False)) is not None:
             return self.down_proj.forward_gated(fused, gate, up)
-        return self.down_proj.forward_padded(self.fused.silu_and_mul(gate, up))
+        x = self.fused.silu_and_mul(gate, up)
+        return self.down_proj(x) if self.down_proj.fused_for(x) is not None else self.down_proj.forward_padded(x)

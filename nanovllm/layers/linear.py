@@ -28,9 +28,10 @@ class Linear(nn.Module):
             return fused.linear(x, self.weight, self.added_bias)
         return F.linear(x, self.weight, self.added_bias)
 
-    def fused_for(self, x: Tensor) -> FusedOps | None:
-        """Who multiplies rows as few as those of x; None: the library."""
-        return self.fused if self.fused is not None and len(x) <= self.fused.max_linear_rows else None
+    def fused_for(self, x: Tensor, plain: bool = True) -> FusedOps | None:
+        """Who multiplies rows as few as those of x, with a norm or gate before it unless plain; None: the library."""
+        fused = self.fused
+        return fused if fused is not None and fused.beats_library(len(x), self.weight, plain) else None
 
     def forward_padded(self, x: Tensor) -> Tensor:
         """The product of x with zeros behind each row, as many as the rows of the weights are padded with (see
@@ -64,7 +65,7 @@ class MergedLinear(Linear):
 
     def forward_normed(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(the projections of the norm of x + residual, x + residual), see `RMSNorm.add_and_norm`."""
-        if (fused := self.fused_for(x)) is not None:
+        if (fused := self.fused_for(x, plain=False)) is not None:
             return fused.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.added_bias)
         x, residual = norm.add_and_norm(x, residual)
         return self(x), residual

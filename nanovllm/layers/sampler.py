@@ -140,7 +140,8 @@ class Sampler:
         """(ids int64 [rows], finite bool [rows]) for rows that want no filter, penalty, ban or logprobs; capturable.
 
         logits `[rows, vocab_size]` in the model's dtype, left as they are; temperature float32 [rows, 1]; keys int32
-        [2, rows, 1] as of `RandomRows`; greedy bool [rows]. The same ids as `__call__` gives.
+        [2, rows, 1] as of `RandomRows`; greedy int32 [rows], not 0: the argmax. The same ids as `__call__` gives, save
+        where two draws lie closer together than float32 tells apart.
         """
         assert self.fused is not None
         if self.unknown_are_last:
@@ -148,10 +149,7 @@ class Sampler:
         else:
             assert self.unknown is not None
             known = logits.index_fill(1, self.unknown, NEG_INF)
-        largest, best = self.fused.largest(known)
-        finite = largest.isfinite()
-        drawn = self.fused.draw(known, largest, temperature, keys, None, None)
-        return torch.where(greedy, best, drawn) * finite, finite
+        return self.fused.sample(known, temperature, keys, greedy)
 
     def _mask(self, logits: Tensor, inputs: SamplingInputs) -> None:
         """Unknown ids, repetition penalty and banned ids, in place."""

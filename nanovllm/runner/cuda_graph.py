@@ -189,6 +189,6 @@ class DecodeGraphs:
         logits = self.model.compute_logits(hidden)
         if self.parallel.rank:
             return logits, None
-        token_ids, finite = self.sampler.draw_plainly(logits, inputs.temperature, inputs.keys, inputs.greedy.bool())
+        token_ids, finite = self.sampler.draw_plainly(logits, inputs.temperature, inputs.keys, inputs.greedy)
         self.last_ids.index_copy_(0, inputs.seq_rows, token_ids)
         return logits, SamplerOutput(token_ids, finite, None)

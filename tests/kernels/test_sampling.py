@@ -92,14 +92,47 @@ def check_plain_draws(n: int, vocab_size: int, unknown: list[int], dtype: torch.
     ids, finite = whole.draw_plainly(
         logits, torch.from_numpy(batch.temperature)[:, None].to(device),
         torch.from_numpy(stream_keys(batch.seed, batch.token_index)).to(device),
-        torch.from_numpy(batch.top_k == 1).to(device))
+        torch.from_numpy(batch.top_k == 1).to(device, torch.int32))
     expected = whole(logits.to(torch.float32, copy=True), sampling_inputs(batch, (), vocab_size, torch.device(device)))
     assert torch.equal(ids, expected.token_ids) and torch.equal(finite, expected.finite)
     assert finite.tolist() == [row not in (1, 3) for row in range(n)] and not set(ids.tolist()) & set(unknown) - {0}
     assert len(set(ids.tolist())) > n // 2 and torch.equal(logits.nan_to_num(), before.nan_to_num())
 
 
+def check_equals(device: str) -> None:
+    """A greedy row takes the first of equals, in whatever chunks they lie, and one chunk may be all -inf; a temperature
+    near 0 comes to the largest logit from every chunk."""
+    from nanovllm.kernels.sampling import sample
+
+    logits = torch.full((4, 9000), float("-inf"))
+    logits[0, [4095, 4096, 8999]] = -3.25
+    logits[1, [8500, 8501]] = 1e30
+    logits[2, 5000:] = torch.linspace(-5, 5, 4000)
+    logits[3, 17], logits[3, 8200] = 2.0, float("inf")
+    temperature, keys = torch.full((4, 1), 1.1e-10), torch.arange(8, dtype=torch.int32).view(2, 4, 1)
+    greedy = torch.tensor([1, 1, 0, 0], dtype=torch.int32)
+    ids, finite = sample(*(x.to(device) for x in (logits, temperature, keys, greedy)))
+    assert ids.tolist() == [4095, 8500, 8999, 0] and finite.tolist() == [True, True, True, False]
+
+
+def check_many_draws(n: int, device: str) -> None:
+    """Winners of an even field, where every value of the noise takes part; all but a few as torch has them."""
+    from nanovllm.kernels.sampling import draw, sample
+
+    generator = torch.Generator().manual_seed(n)
+    logits = torch.rand(n, 100, generator=generator).to(device)
+    keys = torch.randint(-2**31, 2**31, (2, n, 1), generator=generator).to(device, torch.int32)
+    temperature = (torch.rand(n, 1, generator=generator) + 0.5).to(device)
+    largest, group = logits.max(dim=1).values, sampler.RandomRows(None, temperature, keys, 0, None, None, None)
+    expected = sampler.draw(logits, largest, group)
+    assert len(set(expected.tolist())) > 50
+    sampled, _ = sample(logits, temperature, keys, torch.zeros(n, dtype=torch.int32, device=device))
+    for ids in (sampled, draw(logits, largest, temperature, keys, None, None)):
+        assert (ids != expected).float().mean() < 1e-3
+
+
 def check_all_on_cpu() -> None:
+    check_many_draws(150, "cpu")
     check_largest(4, 5000, "cpu")
     check_lowest_kept(300, "cpu")
     for vocab_size in (50, 4096, 5000):
@@ -107,6 +140,8 @@ def check_all_on_cpu() -> None:
         check_draw(6, vocab_size, True, "cpu")
     for unknown in ([], [298, 299], [5, 70]):
         check_plain_draws(12, 300, unknown, torch.float32, "cpu")
+    check_plain_draws(12, 9000, [*range(4096, 8192)], torch.float32, "cpu")
+    check_equals("cpu")
 
 
 def test_interpreted_kernels_equal_the_sampler():
@@ -125,6 +160,16 @@ def test_kernel_equals_the_sampler(vocab_size, filters):
 def test_largest_and_lowest_kept(vocab_size):
     check_largest(33, vocab_size, "cuda")
     check_lowest_kept(vocab_size, "cuda")
+
+
+@pytest.mark.gpu
+def test_many_draws_equal_the_samplers():
+    check_many_draws(100_000, "cuda")
+
+
+@pytest.mark.gpu
+def test_equals():
+    check_equals("cuda")
 
 
 @pytest.mark.gpu
