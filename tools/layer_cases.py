@@ -175,6 +175,26 @@ def draw_case(rows: int, vocab_size: int, filters: bool) -> Case:
                 {f"chunk {n}": with_constant(sampling, "CHUNK", n, fused) for n in (1024, 2048, 8192, 16384)}, eager=())
 
 
+def sample_case(rows: int, vocab_size: int, greedy: bool) -> Case:
+    """What decode graphs do with the head's own output."""
+    logits = torch.randn(rows, vocab_size, device=DEVICE).mul_(3).to(DTYPE)
+    keys = torch.randint(-2**31, 2**31, (2, rows, 1), device=DEVICE).to(torch.int32)
+    temperature = torch.full((rows, 1), 0.6, device=DEVICE)
+    flags = torch.full((rows,), int(greedy), dtype=torch.int32, device=DEVICE)
+
+    def fused(_: int) -> Tensor:
+        return sampling.sample(logits, temperature, keys, flags)[0]
+
+    def expected() -> Tensor:
+        wide, largest = logits.float(), logits.float().max(dim=1)
+        group = sampler.RandomRows(None, temperature, keys, 0, None, None, None)
+        return largest.indices if greedy else sampler.draw(wide, largest.values, group)
+
+    return Case(f"sample {rows} x {vocab_size}{', greedy' if greedy else ''}", logits.numel() * logits.itemsize, 0, 1,
+                {"triton": fused, "torch": lambda i: expected()}, expected,
+                {f"chunk {n}": with_constant(sampling, "CHUNK", n, fused) for n in (1024, 2048, 8192, 16384)}, eager=())
+
+
 def ranking_cases(rows: int, vocab_size: int) -> Iterator[Case]:
     logits = torch.randn(rows, vocab_size, device=DEVICE).mul_(3)
     scaled = (logits - logits.max(dim=1, keepdim=True).values) / 0.6
@@ -203,5 +223,6 @@ def other_cases() -> Iterator[Case]:
     yield store_case(16384 if GPU else 5, 8, 128)
     yield move_case(36 if GPU else 2, 10549 if GPU else 50, 2, 128)
     yield from ranking_cases(256 if GPU else 2, 151936 if GPU else 300)
-    for filters in (False, True):
-        yield draw_case(256 if GPU else 3, 151936 if GPU else 5000, filters)
+    for flag in (False, True):
+        yield draw_case(256 if GPU else 3, 151936 if GPU else 5000, filters=flag)
+        yield sample_case(256 if GPU else 3, 151936 if GPU else 5000, greedy=flag)
