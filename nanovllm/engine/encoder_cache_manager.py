@@ -9,8 +9,9 @@ from torch import Tensor
 
 from nanovllm.engine.encoder_cache_table import EncoderCacheTable
 from nanovllm.image.hashing import content_hash
-from nanovllm.runner.inputs import block_slots, to_device
+from nanovllm.runner.inputs import block_slots, host_tensor
 from nanovllm.runner.kv_cache import allocate_zeros
+from nanovllm.runner.staging import to_device
 
 
 class EncoderCacheManager(EncoderCacheTable):
@@ -42,12 +43,12 @@ class EncoderCacheManager(EncoderCacheTable):
     def store(self, block_ids: Sequence[int], rows: Tensor) -> None:
         """Puts rows into blocks, whatever the table says: for ranks that leave the table to another one."""
         slots = block_slots(block_ids, 0, len(rows), self.block_size)
-        self.rows.index_copy_(0, to_device(slots, self.rows.device), rows.to(self.rows.dtype))
+        self.rows.index_copy_(0, to_device(host_tensor(slots), self.rows.device), rows.to(self.rows.dtype))
 
     def read(self, block_ids: Sequence[int], stop: int, first: int = 0) -> Tensor:
         """Rows [first, stop) of the image in these blocks, copied: [stop - first, hidden_size]."""
         slots = block_slots(block_ids, first, stop, self.block_size)
-        return self.rows.index_select(0, to_device(slots, self.rows.device))
+        return self.rows.index_select(0, to_device(host_tensor(slots), self.rows.device))
 
     def release_rows(self) -> None:
         """Gives the pool's memory back; nothing can be written or read any more."""

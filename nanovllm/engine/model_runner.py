@@ -23,7 +23,7 @@ from nanovllm.parallel import ALONE, TensorParallel
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.runner.cuda_graph import DecodeGraphs, GraphCost, GraphMemory, graph_sizes
 from nanovllm.runner.image_encoder import EncodedImages, EncodesImages, encode_images, encode_spread_images
-from nanovllm.runner.inputs import final_rows, layer_stages, samples_plainly, sampling_inputs, to_device
+from nanovllm.runner.inputs import final_rows, host_tensor, layer_stages, samples_plainly, sampling_inputs
 from nanovllm.runner.kv_cache import (
     GIB,
     CacheSizes,
@@ -35,6 +35,7 @@ from nanovllm.runner.kv_cache import (
     sizes_of_kv_bytes,
 )
 from nanovllm.runner.span_graph import SpanGraphs, bucket_sizes
+from nanovllm.runner.staging import to_device
 from nanovllm.runner.warm_up import (
     cache_budget,
     graph_bytes,
@@ -99,6 +100,7 @@ class ModelRunner:
         self.sampler = Sampler(text.vocab_size, config.max_num_seqs, known_vocab, self.device, self.backend.fused)
         # By batch row; one more for the rows that fill up a captured step.
         self.last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
+        self.inv_freq = self.model.model.rotary_emb.inv_freq.cpu()     # for moved keys, whose angle the host computes
         self.num_axes = num_position_axes(config)
         self.max_patches_a_call = max_patches_a_call(config)
         self.decode_graphs: DecodeGraphs | None = None
@@ -159,7 +161,7 @@ class ModelRunner:
         for tensor in (self.kv_cache, self.encoder_cache.rows, *self.model.parameters(), *self.model.buffers()):
             free(tensor)
         self.encoder_cache.release_rows()
-        del self.model, self.kv_cache, self.sampler, self.last_ids, self.decode_graphs, self.span_graphs
+        del self.model, self.kv_cache, self.sampler, self.last_ids, self.inv_freq, self.decode_graphs, self.span_graphs
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -168,15 +170,15 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, kv_cache: Tensor) -> tuple[SamplerOutput | None, EncodedImages]:
         """KV copies, images, the spans through the layers, one id for each of the logits rows."""
         if plan.copies:
-            move_kv(kv_cache, plan.copies, self.model.model.rotary_emb.inv_freq, self.backend.fused)
+            move_kv(kv_cache, plan.copies, self.inv_freq, self.backend.fused)
         if self.decode_graphs is not None and self.decode_graphs.fits(plan):
             logits, sampled = self.decode_graphs.replay(plan)
             plain = samples_plainly(plan.sampling, logits.shape[1])
             return (sampled if plain else self._sample(plan, logits)), EncodedImages()
         encoded, uncached = self._encode(plan)
-        token_ids = to_device(plan.token_ids, self.device)
+        token_ids, fed = to_device((host_tensor(plan.token_ids), host_tensor(plan.fed)), self.device)
         if plan.fed.shape[1]:
-            tokens, seq_rows = to_device(plan.fed, self.device)
+            tokens, seq_rows = fed
             token_ids[tokens] = self.parallel.broadcast(self.last_ids[seq_rows])
         hidden = self.model.embed(token_ids)            # [tokens, hidden]
         for rows in plan.image_rows:
@@ -187,9 +189,10 @@ class ModelRunner:
             hidden = self.span_graphs.replay(plan, hidden)
         else:
             block_size = self.config.kvcache_block_size
-            hidden = self.model(hidden, to_device(plan.positions, self.device), kv_cache,
-                                layer_stages(plan.stages, block_size, self.device),
-                                final_rows(plan, block_size, self.device))
+            positions, stages, final = to_device(
+                (host_tensor(plan.positions), layer_stages(plan.stages, block_size), final_rows(plan, block_size)),
+                self.device)
+            hidden = self.model(hidden, positions, kv_cache, stages, final)
         if not len(plan.logits_rows):
             return None, encoded
         return self._sample(plan, self.model.compute_logits(hidden)), encoded
@@ -221,9 +224,10 @@ class ModelRunner:
         if self.parallel.rank:
             return None
         logits = logits.to(torch.float32, copy=True)        # the sampler overwrites them
-        inputs = sampling_inputs(plan.sampling, plan.penalty_resets, logits.shape[1], self.device)
+        inputs, seq_rows = to_device((sampling_inputs(plan.sampling, plan.penalty_resets, logits.shape[1]),
+                                      host_tensor(plan.sampling.seq_rows)), self.device)
         sampled = self.sampler(logits, inputs)
-        self.last_ids[to_device(plan.sampling.seq_rows, self.device)] = sampled.token_ids
+        self.last_ids[seq_rows] = sampled.token_ids
         return sampled
 
     @torch.inference_mode()

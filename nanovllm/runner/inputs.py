@@ -1,4 +1,4 @@
-"""A StepPlan's numbers as tensors on the device, in the form that models and the sampler take."""
+"""A StepPlan's numbers as models and the sampler take them, in host memory: `staging.to_device` carries them over."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,9 @@ from nanovllm.plan import IntArray, SamplingBatch, SpanTable, Stage, StepPlan
 MAX_DRAWN_VALUES = 1 << 24      # logits that one group of random rows holds at most: bounds the sampler's memory
 
 
-def to_device(array: Any, device: torch.device) -> Tensor:
-    """A copy of an array on the device; to a GPU through pinned memory, so that the host need not wait."""
-    copy = torch.tensor(array)
-    return copy.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copy.to(device)
+def host_tensor(array: IntArray | NDArray[Any]) -> Tensor:
+    """An array as a tensor, of the same memory if that may be written to."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 # ---------------------------------------------------------------- spans
@@ -41,21 +40,21 @@ def span_slots(spans: SpanTable, block_size: int) -> IntArray:
     return spans.block_tables[span, rows // block_size].astype(np.int64) * block_size + rows % block_size
 
 
-def span_batch(spans: SpanTable, block_size: int, device: torch.device) -> SpanBatch:
+def span_batch(spans: SpanTable, block_size: int) -> SpanBatch:
     """The spans as attention takes them."""
     k_lens = spans.starts + spans.lengths
     return SpanBatch(
-        cu_seqlens_q=to_device(np.concatenate(([0], np.cumsum(spans.lengths))).astype(np.int32), device),
-        seqlens_k=to_device(k_lens.astype(np.int32), device),
-        block_tables=to_device(spans.block_tables.astype(np.int32), device),
-        slot_mapping=to_device(span_slots(spans, block_size), device),
+        cu_seqlens_q=host_tensor(np.concatenate(([0], np.cumsum(spans.lengths))).astype(np.int32)),
+        seqlens_k=host_tensor(k_lens.astype(np.int32)),
+        block_tables=host_tensor(spans.block_tables.astype(np.int32)),
+        slot_mapping=host_tensor(span_slots(spans, block_size)),
         q_lens=tuple(spans.lengths.tolist()), k_lens=tuple(k_lens.tolist()),
         max_seqlen_q=int(spans.lengths.max(initial=0)), max_seqlen_k=int(k_lens.max(initial=0)))
 
 
-def layer_stages(stages: Sequence[Stage], block_size: int, device: torch.device) -> list[LayerStage]:
-    return [LayerStage(stage.first_layer, None if stage.rows is None else to_device(stage.rows, device),
-                       span_batch(stage.spans, block_size, device)) for stage in stages]
+def layer_stages(stages: Sequence[Stage], block_size: int) -> list[LayerStage]:
+    return [LayerStage(stage.first_layer, None if stage.rows is None else host_tensor(stage.rows),
+                       span_batch(stage.spans, block_size)) for stage in stages]
 
 
 def row_spans(spans: SpanTable, rows: IntArray) -> SpanTable:
@@ -66,26 +65,25 @@ def row_spans(spans: SpanTable, rows: IntArray) -> SpanTable:
     return SpanTable(starts, np.ones_like(starts), spans.block_tables[span], spans.seq_rows[span])
 
 
-def final_rows(plan: StepPlan, block_size: int, device: torch.device) -> FinalRows | None:
+def final_rows(plan: StepPlan, block_size: int) -> FinalRows | None:
     """The rows that want logits; None where there are none, since a model computes at least one."""
     if not len(plan.logits_rows):
         return None
-    return FinalRows(to_device(plan.logits_rows, device),
-                     span_batch(row_spans(plan.stages[-1].spans, plan.logits_rows), block_size, device))
+    return FinalRows(host_tensor(plan.logits_rows),
+                     span_batch(row_spans(plan.stages[-1].spans, plan.logits_rows), block_size))
 
 
 # ---------------------------------------------------------------- sampling
 
-def sampling_inputs(batch: SamplingBatch, resets: Sequence[tuple[int, IntArray]], vocab_size: int,
-                    device: torch.device) -> SamplingInputs:
+def sampling_inputs(batch: SamplingBatch, resets: Sequence[tuple[int, IntArray]], vocab_size: int) -> SamplingInputs:
     """What the sampler needs to know (resets: `StepPlan.penalty_resets`); a pass that no row wants is None or empty."""
     return SamplingInputs(
-        random=tuple(_random_rows(batch, rows, vocab_size, device) for rows in _random_groups(batch, vocab_size)),
-        penalty=_penalty_rows(batch, device),
-        resets=_seen_resets(resets, device),
-        banned=to_device(np.array([(row, token) for row, ids in batch.banned for token in ids]).T, device)
+        random=tuple(_random_rows(batch, rows, vocab_size) for rows in _random_groups(batch, vocab_size)),
+        penalty=_penalty_rows(batch),
+        resets=_seen_resets(resets),
+        banned=host_tensor(np.array([(row, token) for row, ids in batch.banned for token in ids]).T)
         if any(ids for _, ids in batch.banned) else None,
-        logprobs=_logprob_rows(batch, device))
+        logprobs=_logprob_rows(batch))
 
 
 def samples_plainly(batch: SamplingBatch, vocab_size: int) -> bool:
@@ -106,17 +104,17 @@ def _random_groups(batch: SamplingBatch, vocab_size: int) -> Iterator[IntArray]:
         yield from (rows[first:first + size] for first in range(0, len(rows), size))
 
 
-def _random_rows(batch: SamplingBatch, rows: IntArray, vocab_size: int, device: torch.device) -> RandomRows:
+def _random_rows(batch: SamplingBatch, rows: IntArray, vocab_size: int) -> RandomRows:
     def column(values: NDArray[Any]) -> Tensor:
-        return to_device(values[rows, None], device)        # [n, 1]
+        return host_tensor(values[rows, None])      # [n, 1]
 
     top_k = np.where(batch.top_k > 0, np.minimum(batch.top_k, vocab_size), vocab_size)
     log_min_p = np.log(batch.min_p, where=batch.min_p > 0, out=np.full(len(batch.min_p), -np.inf))
     ranked = bool((top_k[rows] < vocab_size).any() or (batch.top_p[rows] < 1).any())
     return RandomRows(
-        rows=None if len(rows) == len(batch.top_k) else to_device(rows, device),
+        rows=None if len(rows) == len(batch.top_k) else host_tensor(rows),
         temperature=column(batch.temperature.astype(np.float32)),
-        keys=to_device(stream_keys(batch.seed[rows], batch.token_index[rows]), device),
+        keys=host_tensor(stream_keys(batch.seed[rows], batch.token_index[rows])),
         num_ranked=int(top_k[rows].max()) if ranked else 0,
         top_k=column(top_k) if ranked else None,
         top_p=column(batch.top_p.astype(np.float32)) if ranked else None,
@@ -137,23 +135,23 @@ def stream_keys(seed: IntArray, token_index: IntArray) -> NDArray[np.int32]:
     return halves.view(np.int32)[:, :, None]
 
 
-def _penalty_rows(batch: SamplingBatch, device: torch.device) -> PenaltyRows | None:
+def _penalty_rows(batch: SamplingBatch) -> PenaltyRows | None:
     rows = np.flatnonzero(batch.repetition_penalty != 1)
     if not len(rows):
         return None
-    return PenaltyRows(rows=to_device(rows, device), seq_rows=to_device(batch.seq_rows[rows], device),
-                       penalty=to_device(batch.repetition_penalty[rows, None].astype(np.float32), device))
+    return PenaltyRows(rows=host_tensor(rows), seq_rows=host_tensor(batch.seq_rows[rows]),
+                       penalty=host_tensor(batch.repetition_penalty[rows, None].astype(np.float32)))
 
 
-def _logprob_rows(batch: SamplingBatch, device: torch.device) -> LogprobRows | None:
+def _logprob_rows(batch: SamplingBatch) -> LogprobRows | None:
     counts = tuple((row, n) for row, n in enumerate(batch.num_logprobs) if n is not None)
-    return LogprobRows(to_device([row for row, _ in counts], device), counts) if counts else None
+    return LogprobRows(host_tensor(np.array([row for row, _ in counts])), counts) if counts else None
 
 
-def _seen_resets(resets: Sequence[tuple[int, IntArray]], device: torch.device) -> SeenResets | None:
+def _seen_resets(resets: Sequence[tuple[int, IntArray]]) -> SeenResets | None:
     if not resets:
         return None
     seq_rows = np.array([row for row, _ in resets], np.int64)
     ids = [np.asarray(ids, np.int64) for _, ids in resets]
-    return SeenResets(seq_rows=to_device(seq_rows, device), token_ids=to_device(np.concatenate(ids), device),
-                      token_rows=to_device(np.repeat(seq_rows, [len(each) for each in ids]), device))
+    return SeenResets(seq_rows=host_tensor(seq_rows), token_ids=host_tensor(np.concatenate(ids)),
+                      token_rows=host_tensor(np.repeat(seq_rows, [len(each) for each in ids])))

@@ -13,7 +13,8 @@ from torch import Tensor
 from nanovllm.attention.contract import FusedOps
 from nanovllm.model_config import ModelConfig, TextConfig
 from nanovllm.plan import KVCopy
-from nanovllm.runner.inputs import block_slots, to_device
+from nanovllm.runner.inputs import block_slots, host_tensor
+from nanovllm.runner.staging import to_device
 
 MAX_GATHER_BYTES = 64 << 20         # KV that one pass of `move_kv` holds outside the pool
 
@@ -91,20 +92,21 @@ def free(tensor: Tensor) -> None:
 def move_kv(kv_cache: Tensor, copies: Sequence[KVCopy], inv_freq: Tensor, fused: FusedOps | None = None) -> None:
     """Carries out `copies` in the pool `[layers, 2, blocks, block_size, kv_heads, head_dim]`, one after the other.
 
-    Keys are turned by `delta * inv_freq` (inv_freq `[head_dim / 2]`, radians per position) in float32 and rounded
+    Keys are turned by `delta * inv_freq` (on the host, `[head_dim / 2]`, radians per position) in float32 and rounded
     once; the same delta on every axis makes `mrope_section` irrelevant. Values are copied. In layer `l` the rows before
     `first_rows[l]` of a copy are left alone. No target of a copy may be a source of this or a later one.
     """
     num_layers, _, _, block_size, kv_heads, head_dim = kv_cache.shape
     pool = kv_cache.view(num_layers, 2, -1, kv_heads, head_dim)      # by slot
+    moves = []
     for copy in copies:
-        stop = copy.source_start + copy.num_tokens
-        sources = to_device(block_slots(copy.source_blocks, copy.source_start, stop, block_size), pool.device)
-        stop = copy.target_start + copy.num_tokens
-        targets = to_device(block_slots(copy.target_blocks, copy.target_start, stop, block_size), pool.device)
-        turn = rotation_by(copy.delta, inv_freq) if copy.delta else None
+        sources, targets = (host_tensor(block_slots(blocks, start, start + copy.num_tokens, block_size))
+                            for blocks, start in ((copy.source_blocks, copy.source_start),
+                                                  (copy.target_blocks, copy.target_start)))
+        first_rows = host_tensor(np.broadcast_to(np.asarray(copy.first_rows, np.int64), num_layers))
+        moves.append((sources, targets, first_rows, rotation_by(copy.delta, inv_freq) if copy.delta else None))
+    for copy, (sources, targets, first_rows, turn) in zip(copies, to_device(moves, pool.device)):
         if fused is not None:
-            first_rows = to_device(np.broadcast_to(np.asarray(copy.first_rows, np.int64), num_layers), pool.device)
             fused.move_kv(pool, sources, targets, first_rows, turn)
             continue
         for first, stop, row in layer_runs(copy.first_rows, num_layers):

@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.plan import KVCopy
 from nanovllm.runner import kv_cache
+from nanovllm.runner.staging import to_device
 from tests.interpreted import run_interpreted
 
 BLOCK_SIZE, NUM_BLOCKS, LAYERS = 4, 9, 3
@@ -17,7 +18,7 @@ def check_move(kv_heads: int, dim: int, delta: int, first_rows: tuple[int, ...],
 
     generator = torch.Generator().manual_seed(dim)
     pool = torch.randn(LAYERS, 2, NUM_BLOCKS, BLOCK_SIZE, kv_heads, dim, generator=generator).to(device, dtype)
-    inv_freq = torch.rand(dim // 2, generator=generator).to(device)
+    inv_freq = torch.rand(dim // 2, generator=generator)
     copy = KVCopy((1, 0, 7), 2, (3, 8, 2, 5), 5, 9, delta, first_rows)
     expected = pool.clone()
     kv_cache.move_kv(expected, [copy], inv_freq)
@@ -27,7 +28,7 @@ def check_move(kv_heads: int, dim: int, delta: int, first_rows: tuple[int, ...],
     rows = torch.tensor(first_rows, device=device).expand(LAYERS).contiguous()
     before = pool.clone()
     move_kv(pool.view(LAYERS, 2, -1, kv_heads, dim), sources, targets, rows,
-            kv_cache.rotation_by(delta, inv_freq) if delta else None)
+            to_device(kv_cache.rotation_by(delta, inv_freq), pool.device) if delta else None)
     torch.testing.assert_close(pool, expected, rtol=tolerance, atol=tolerance)
     assert not torch.equal(pool, before)
     if not delta:

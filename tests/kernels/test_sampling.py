@@ -8,6 +8,7 @@ import torch
 from nanovllm.layers import sampler
 from nanovllm.plan import SamplingBatch
 from nanovllm.runner.inputs import sampling_inputs, stream_keys
+from nanovllm.runner.staging import to_device
 from tests.interpreted import run_interpreted
 
 
@@ -93,7 +94,8 @@ def check_plain_draws(n: int, vocab_size: int, unknown: list[int], dtype: torch.
         logits, torch.from_numpy(batch.temperature)[:, None].to(device),
         torch.from_numpy(stream_keys(batch.seed, batch.token_index)).to(device),
         torch.from_numpy(batch.top_k == 1).to(device, torch.int32))
-    expected = whole(logits.to(torch.float32, copy=True), sampling_inputs(batch, (), vocab_size, torch.device(device)))
+    expected = whole(logits.to(torch.float32, copy=True), to_device(
+        sampling_inputs(batch, (), vocab_size), torch.device(device)))
     assert torch.equal(ids, expected.token_ids) and torch.equal(finite, expected.finite)
     assert finite.tolist() == [row not in (1, 3) for row in range(n)] and not set(ids.tolist()) & set(unknown) - {0}
     assert len(set(ids.tolist())) > n // 2 and torch.equal(logits.nan_to_num(), before.nan_to_num())

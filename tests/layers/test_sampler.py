@@ -13,6 +13,7 @@ from nanovllm.layers.sampler import Sampler, SamplerOutput, gumbel_noise, logpro
 from nanovllm.plan import SamplingBatch
 from nanovllm.runner import inputs
 from nanovllm.runner.inputs import sampling_inputs, stream_keys
+from nanovllm.runner.staging import to_device
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
@@ -32,7 +33,7 @@ def make_batch(num_rows: int, **given: Any) -> SamplingBatch:
 def sample(logits: Tensor, batch: SamplingBatch, sampler: Sampler | None = None, resets: Any = (),
            known_vocab: Any = None) -> SamplerOutput:
     sampler = sampler or Sampler(logits.shape[1], len(logits), known_vocab, CPU)
-    return sampler(logits.clone(), sampling_inputs(batch, resets, logits.shape[1], CPU))
+    return sampler(logits.clone(), sampling_inputs(batch, resets, logits.shape[1]))
 
 
 def random_logits(*shape: int, seed: int = 0) -> Tensor:
@@ -222,7 +223,8 @@ def test_the_gpu_draws_what_the_cpu_draws():
     cuda = torch.device("cuda")
     keys = torch.from_numpy(stream_keys(batch.seed, batch.token_index))
     assert torch.equal(uniform_bits(keys.to(cuda), 5000).cpu(), uniform_bits(keys, 5000))
-    ours = Sampler(5000, 300, None, cuda)(logits.to(cuda), sampling_inputs(batch, (), 5000, cuda)).token_ids.cpu()
+    inputs = to_device(sampling_inputs(batch, (), 5000), cuda)
+    ours = Sampler(5000, 300, None, cuda)(logits.to(cuda), inputs).token_ids.cpu()
     assert (ours == sample(logits, batch).token_ids).float().mean() > 0.99, "log differs in the last bit at most"
 
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from nanovllm.plan import SpanTable, Stage
-from nanovllm.runner.inputs import block_slots, layer_stages, row_spans, span_batch, to_device
-
-CPU = torch.device("cpu")
+from nanovllm.runner.inputs import block_slots, host_tensor, layer_stages, row_spans, span_batch
 
 
 def test_slots_of_a_block_table():
@@ -24,7 +22,7 @@ def test_span_batch_equals_a_loop_over_tokens(block_size):
     spans = [(rng.randrange(40), rng.choice([1, 1, rng.randint(1, 30)])) for _ in range(12)]
     tables = [[rng.randrange(100) for _ in range(70 // block_size + 1)] for _ in spans]
     starts, lengths = (np.array(column, np.int64) for column in zip(*spans))
-    batch = span_batch(SpanTable(starts, lengths, np.array(tables, np.int32), np.arange(12)), block_size, CPU)
+    batch = span_batch(SpanTable(starts, lengths, np.array(tables, np.int32), np.arange(12)), block_size)
     slots = [table[token // block_size] * block_size + token % block_size
              for (start, length), table in zip(spans, tables) for token in range(start, start + length)]
     assert batch.slot_mapping.tolist() == slots
@@ -52,14 +50,15 @@ def test_stages_keep_their_rows_and_may_be_empty():
     no_ints = np.empty(0, np.int64)
     none = SpanTable(no_ints, no_ints, np.empty((0, 2), np.int32), no_ints)
     first, second = layer_stages([Stage(0, None, SpanTable(np.array([3]), np.array([2]), table, np.array([0]))),
-                                  Stage(2, no_ints, none)], 4, CPU)
+                                  Stage(2, no_ints, none)], 4)
     assert first.rows is None and (first.first_layer, second.first_layer) == (0, 2)
     assert second.rows is not None and second.rows.shape == (0,)
     assert second.spans.q_lens == () and second.spans.cu_seqlens_q.tolist() == [0]
 
 
-def test_a_read_only_array_is_copied():
-    array = np.broadcast_to(np.arange(3), (2, 3))
-    tensor = to_device(array, CPU)
+def test_a_read_only_array_is_copied_and_no_other():
+    array = np.arange(3)
+    assert host_tensor(array).data_ptr() == array.ctypes.data
+    tensor = host_tensor(np.broadcast_to(array, (2, 3)))
     tensor += 1
-    assert array.tolist() == [[0, 1, 2]] * 2
+    assert array.tolist() == [0, 1, 2] and tensor.tolist() == [[1, 2, 3]] * 2
