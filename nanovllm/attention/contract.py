@@ -65,6 +65,12 @@ class FusedOps(ABC):
 
     @staticmethod
     @abstractmethod
+    def rotation(positions: Tensor, inv_freq: Tensor, axis_of_pair: Tensor,
+                 attention_factor: float) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 `[tokens, pairs]`, of positions int64 `[axes, tokens]`."""
+
+    @staticmethod
+    @abstractmethod
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Turns x `[tokens, heads, head_dim]` in place by cos and sin, float32 `[tokens, head_dim / 2]`."""
 

@@ -6,7 +6,7 @@ from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.few_rows import beats_library, gated_linear, linear, norm_linear
 from nanovllm.kernels.kv_move import move_kv
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
-from nanovllm.kernels.rotary import norm_rotate_store, rotate
+from nanovllm.kernels.rotary import norm_rotate_store, rotate, rotation
 from nanovllm.kernels.sampling import draw, largest, lowest_kept, sample
 from nanovllm.kernels.sum_ranks import sum_ranks
 
@@ -21,6 +21,7 @@ class TritonOps(FusedOps):
     norm_linear = staticmethod(norm_linear)
     gated_linear = staticmethod(gated_linear)
     silu_and_mul = staticmethod(silu_and_mul)
+    rotation = staticmethod(rotation)
     rotate = staticmethod(rotate)
     norm_rotate_store = staticmethod(norm_rotate_store)
     largest = staticmethod(largest)

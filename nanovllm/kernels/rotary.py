@@ -1,4 +1,4 @@
-"""Rotary positions: alone in place, or as one pass from merged projections to queries and the paged cache."""
+"""Rotary positions: their angles; turns in place, or in one pass from merged projections to queries and the cache."""
 from __future__ import annotations
 
 import torch
@@ -9,6 +9,22 @@ from torch import Tensor
 from nanovllm.kernels.early import await_inputs, early_launch, starts_early
 
 ROWS = 16       # heads of tokens that one program turns
+ANGLES = 256    # that one program works out
+
+
+@triton.jit(do_not_specialize=["tokens", "axis_stride", "attention_factor"])
+def _rotation_kernel(
+    positions: tl.tensor, inv_freq: tl.tensor, axis_of_pair: tl.tensor, cos: tl.tensor, sin: tl.tensor, tokens: int,
+    axis_stride: int, attention_factor: float, HALF: tl.constexpr, ANGLES: tl.constexpr, EARLY: tl.constexpr,
+) -> None:
+    await_inputs(EARLY)
+    place = tl.program_id(0).to(tl.int64) * ANGLES + tl.arange(0, ANGLES)
+    token, pair = place // HALF, place % HALF
+    mask = token < tokens
+    position = tl.load(positions + tl.load(axis_of_pair + pair) * axis_stride + token, mask=mask, other=0)
+    angle = position.to(tl.float32) * tl.load(inv_freq + pair)
+    tl.store(cos + place, tl.cos(angle) * attention_factor, mask=mask)
+    tl.store(sin + place, tl.sin(angle) * attention_factor, mask=mask)
 
 
 @triton.jit
@@ -90,6 +106,24 @@ def _project_kernel(
     v_row = k_row - KV_HEADS * (2 * HALF)
     _store_halves(v_cache + v_row[:, None] + pair[None, :], _finite(given), _finite(given_too),
                   stored & of_value[:, None], HALF)
+
+
+def rotation(positions: Tensor, inv_freq: Tensor, axis_of_pair: Tensor, attention_factor: float,
+             ) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 `[tokens, pairs]`, times `attention_factor`, of positions int64 `[axes, tokens]`.
+
+    Pair `i` turns by `inv_freq[i]` (float32) a position of axis `axis_of_pair[i]` (int64). Equal in plain torch:
+    `layers.rotary.RotaryEmbedding`.
+    """
+    tokens, half = positions.shape[1], len(inv_freq)
+    assert positions.stride(1) == 1
+    cos, sin = (torch.empty(tokens, half, dtype=torch.float32, device=positions.device) for _ in range(2))
+    if tokens:
+        early = starts_early(positions)
+        _rotation_kernel[(triton.cdiv(tokens * half, ANGLES),)](
+            positions, inv_freq, axis_of_pair, cos, sin, tokens, positions.stride(0), attention_factor, HALF=half,
+            ANGLES=ANGLES, EARLY=early, num_warps=4, **early_launch(early))
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:

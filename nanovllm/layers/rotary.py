@@ -7,6 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from nanovllm.attention.contract import FusedOps
 from nanovllm.model_config import RopeConfig
 
 Rotation = tuple[Tensor, Tensor]    # cos and sin, float32 [tokens, head_dim / 2]
@@ -55,8 +56,9 @@ class RotaryEmbedding(nn.Module):
     inv_freq: Tensor
     axis_of_pair: Tensor
 
-    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+    def __init__(self, rope: RopeConfig, head_dim: int, fused: FusedOps | None = None) -> None:
         super().__init__()
+        self.fused = fused
         sections = rope.mrope_section or (head_dim // 2,)
         if sum(sections) != head_dim // 2:
             raise ValueError(f"mrope_section {list(sections)} sums to {sum(sections)}, not to head_dim / 2 = "
@@ -71,6 +73,8 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> Rotation:
         """cos and sin, float32 `[tokens, head_dim / 2]`, of positions int64 `[axes, tokens]`."""
+        if self.fused is not None:
+            return self.fused.rotation(positions, self.inv_freq, self.axis_of_pair, self.attention_factor)
         axis_positions = positions.index_select(0, self.axis_of_pair).float()   # [head_dim / 2, tokens]
         angles = axis_positions.T.contiguous() * self.inv_freq
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor

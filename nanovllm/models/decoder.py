@@ -46,7 +46,7 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, parallel)
         self.layers = nn.ModuleList(DecoderLayer(config, backend, parallel) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend.fused)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, backend.fused)
 
     def forward(self, hidden: Tensor, positions: Tensor, kv_cache: Tensor, stages: Sequence[LayerStage],
                 final: FinalRows | None) -> Tensor:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from nanovllm.attention.torch_backend import store_kv_torch
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import apply_rotary
+from nanovllm.layers.rotary import RotaryEmbedding, apply_rotary
+from nanovllm.model_config import RopeConfig
 from tests.interpreted import run_interpreted
 
 SHAPES = [(4, 2, 64), (7, 1, 80), (3, 3, 96), (28, 4, 128), (2, 2, 16)]     # heads, KV heads, head_dim
@@ -16,6 +17,19 @@ SHAPES = [(4, 2, 64), (7, 1, 80), (3, 3, 96), (28, 4, 128), (2, 2, 16)]     # he
 def draw_rotation(tokens: int, half: int, generator: torch.Generator, device: str) -> tuple[Tensor, Tensor]:
     angles = torch.randn(tokens, half, generator=generator).mul(50).to(device)
     return angles.cos(), angles.sin()
+
+
+def check_rotation(axes: int, half: int, factor: float, device: str, tolerance: float) -> None:
+    from nanovllm.attention.fused import TritonOps
+
+    sections = None if axes == 1 else (half - 5, 3, 2)
+    plain, fused = (RotaryEmbedding(RopeConfig("default", 1e6, sections, attention_factor=factor), 2 * half, ops)
+                    .to(device) for ops in (None, TritonOps()))
+    generator = torch.Generator().manual_seed(half)
+    positions = torch.randint(0, 130_000, (axes, 15), generator=generator).to(device)[:, 2:]       # rows apart
+    for out, wanted in zip(fused(positions), plain(positions), strict=True):
+        assert out.shape == (13, half) and out.dtype == torch.float32
+        torch.testing.assert_close(out, wanted, rtol=0, atol=tolerance)
 
 
 def check_rotate(heads: int, dim: int, dtype: torch.dtype, device: str, tolerance: float) -> None:
@@ -53,6 +67,8 @@ def check_one_pass(heads: int, kv_heads: int, dim: int, norm: bool, dtype: torch
 
 
 def check_all_on_cpu() -> None:
+    check_rotation(1, 64, 1.0, "cpu", 1e-6)
+    check_rotation(3, 40, 1.25, "cpu", 1e-6)
     for heads, kv_heads, dim in SHAPES:
         check_rotate(heads, dim, torch.float32, "cpu", 1e-5)
         for norm in (False, True):
@@ -70,6 +86,8 @@ def test_interpreted_kernels_equal_the_layers():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_equal_the_layers(shape, dtype, tolerance):
     heads, kv_heads, dim = shape
+    check_rotation(1, dim // 2, 1.25, "cuda", 1e-6)
+    check_rotation(3, dim // 2, 1.0, "cuda", 1e-6)
     check_rotate(heads, dim, dtype, "cuda", tolerance)
     for norm in (False, True):
         check_one_pass(heads, kv_heads, dim, norm, dtype, "cuda", tolerance)
