@@ -34,7 +34,8 @@ def packed_views(buffer: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
 def to_device(tree: T, device: torch.device) -> T:
     """`tree`, a host tensor or a dataclass, tuple or list of such, with copies on the device in their places.
 
-    One transfer carries all of them; to a GPU from pinned memory, so that the host need not wait.
+    One transfer carries all of them; to a GPU from pinned memory, so that the host need not wait. All else stays as it
+    is, a sequence that begins with a number whole.
     """
     tensors = list(_tensors(tree))
     shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
