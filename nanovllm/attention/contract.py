@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,6 +27,11 @@ class SpanBatch:
 
 class FusedOps(ABC):
     """What layers do beside attention, each in one pass over memory; every kernel names its twin in plain torch."""
+
+    @staticmethod
+    @abstractmethod
+    def compile_ahead(work: Callable[[], object]) -> int:
+        """Compiles what `work` launches, and leaves out what is new of it: its results are worth nothing."""
 
     @staticmethod
     @abstractmethod

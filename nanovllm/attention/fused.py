@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from nanovllm.attention.contract import FusedOps
 from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.compile_ahead import compile_ahead
 from nanovllm.kernels.few_rows import beats_library, gated_linear, linear, norm_linear
 from nanovllm.kernels.kv_move import move_kv
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
@@ -14,6 +15,7 @@ from nanovllm.kernels.sum_ranks import sum_ranks
 class TritonOps(FusedOps):
     """See each kernel's own file."""
 
+    compile_ahead = staticmethod(compile_ahead)
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     beats_library = staticmethod(beats_library)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import cast
 
@@ -258,14 +259,19 @@ class ModelRunner:
             return sizes_of_kv_bytes(config.num_kvcache_blocks * block_bytes, *rest)
         if self.device.type == "cpu":
             return sizes_of_kv_bytes(int(config.kvcache_memory_gb * GIB), *rest)
-        for _ in range(2):      # the first time compiles kernels, whose memory no later step needs
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._warm_up()
+        # The first time compiles kernels, and libraries allocate what no later step needs.
+        first = partial(self._warm_up, logprobs=False)
+        if self.backend.fused is not None and self.parallel.size == 1:      # see `DecodeGraphs`
+            self.backend.fused.compile_ahead(first)
+        else:
+            first()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._warm_up()
         graphs = graph_bytes(config, self.dtype.itemsize)
         return sizes_of_budget(cache_budget(config, self.device, allocated_before, graphs), *rest)
 
     @torch.inference_mode()
-    def _warm_up(self) -> None:
+    def _warm_up(self, logprobs: bool = True) -> None:
         """Runs the largest picture and the largest step that the options allow, over a KV cache made for it."""
         config = self.config
         if (vision := config.model_config.vision) is not None:
@@ -275,7 +281,7 @@ class ModelRunner:
             del patches
         kv_cache = allocate_kv_cache(self.cache_config.text, num_warm_up_blocks(config),
                                      config.kvcache_block_size, self.dtype, self.device)
-        self._compute(largest_step(config), kv_cache)
+        self._compute(largest_step(config, logprobs), kv_cache)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -225,7 +225,8 @@ def sample(logits: Tensor, temperature: Tensor, keys: Tensor, greedy: Tensor) ->
     """
     (n, vocab_size), chunks = logits.shape, triton.cdiv(logits.shape[1], CHUNK)
     assert logits.stride(1) == 1 and keys.is_contiguous()
-    best, peaks = torch.empty(2, n, chunks, dtype=torch.float32, device=logits.device)
+    # Apart: the second half of one tensor would lie elsewhere for one row, to Triton another kernel.
+    best, peaks = (torch.empty(n, chunks, dtype=torch.float32, device=logits.device) for _ in range(2))
     best_ids = torch.empty(n, chunks, dtype=torch.int32, device=logits.device)
     token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
     finite = torch.empty(n, dtype=torch.bool, device=logits.device)

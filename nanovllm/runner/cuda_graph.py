@@ -33,7 +33,7 @@ class GraphMemory:
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """The graph of what `run` launches, and what it returns, which each replay overwrites."""
-        run()           # compiles kernels, makes the libraries allocate what they keep
+        run()           # compiles what is not compiled yet, makes the libraries allocate what they keep
         graph = torch.cuda.CUDAGraph()
         # What other threads of the program do on a device meanwhile is no error.
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
@@ -137,6 +137,8 @@ class DecodeGraphs:
         self.sizes = sorted(sizes)
         num_bytes = packed_bytes(DecodeInputs.shapes(self.sizes[-1], *self.layout))
         self.staging = StagingBuffer(num_bytes, kv_cache.device)
+        if sampler.fused is not None and parallel.size == 1:    # else a rank may wait for a sum that another leaves out
+            sampler.fused.compile_ahead(self._rehearse)
         # The largest first: the smaller ones then find room in its memory.
         self.steps = {size: self._capture(size, memory) for size in reversed(self.sizes)}
 
@@ -165,7 +167,21 @@ class DecodeGraphs:
         for step in self.steps.values():
             step.graph.reset()
 
+    def _rehearse(self) -> None:
+        """Launches the kernels that graphs hold; what they are compiled for changes at powers of two, if at all."""
+        for size in self.sizes:
+            if size & (size - 1) == 0 or size == self.sizes[-1]:
+                inputs = self._harmless_inputs(size)
+                self._decode(inputs, inputs.spans(self.block_size))
+
     def _capture(self, size: int, memory: GraphMemory) -> CapturedStep:
+        inputs = self._harmless_inputs(size)
+        spans = inputs.spans(self.block_size)
+        graph, (logits, sampled) = memory.capture(lambda: self._decode(inputs, spans))
+        return CapturedStep(graph, spans, logits, sampled)
+
+    def _harmless_inputs(self, size: int) -> DecodeInputs:
+        """Inputs of rows that write nowhere."""
         inputs = DecodeInputs(*packed_views(self.staging.device_bytes, DecodeInputs.shapes(size, *self.layout)))
         inputs.token_ids.zero_()
         inputs.fed.fill_(-1)
@@ -177,9 +193,7 @@ class DecodeGraphs:
         inputs.temperature.fill_(1)
         inputs.keys.zero_()
         inputs.greedy.fill_(1)
-        spans = inputs.spans(self.block_size)
-        graph, (logits, sampled) = memory.capture(lambda: self._decode(inputs, spans))
-        return CapturedStep(graph, spans, logits, sampled)
+        return inputs
 
     def _decode(self, inputs: DecodeInputs, spans: SpanBatch) -> tuple[Tensor, SamplerOutput | None]:
         """Logits, and on rank 0 their plain samples; what depends on a batch's numbers is read from `inputs`."""

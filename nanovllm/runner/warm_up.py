@@ -42,10 +42,11 @@ def num_position_axes(config: Config) -> int:
     return 1 if config.model_config.text.rope.mrope_section is None else 3
 
 
-def largest_step(config: Config) -> StepPlan:
+def largest_step(config: Config, logprobs: bool = True) -> StepPlan:
     """A step of max_num_batched_tokens tokens that asks for all max_num_seqs next tokens, sampled with every filter.
 
     Its spans end at max_model_len, so that their KV ranges are as long as can be, and all write to the same blocks.
+    Without `logprobs` it takes no index from what kernels compute, as `FusedOps.compile_ahead` wants it.
     """
     num_tokens = config.max_num_batched_tokens
     full, rest = divmod(num_tokens, config.max_model_len)
@@ -57,16 +58,17 @@ def largest_step(config: Config) -> StepPlan:
     num_rows = min(config.max_num_seqs, num_tokens)
     return StepPlan(token_ids=np.zeros(num_tokens, np.int64), positions=np.tile(positions, (axes, 1)),
                     stages=(Stage(0, None, spans),), logits_rows=np.arange(num_rows),
-                    sampling=_sampling_with_everything(num_rows))
+                    sampling=_sampling_with_everything(num_rows, logprobs))
 
 
-def _sampling_with_everything(num_rows: int) -> SamplingBatch:
+def _sampling_with_everything(num_rows: int, logprobs: bool) -> SamplingBatch:
     def full(value: float) -> np.ndarray:
         return np.full(num_rows, value, np.float32)
 
     zeros = np.zeros(num_rows, np.int64)
     return SamplingBatch(temperature=full(0.7), top_k=zeros, top_p=full(0.9), min_p=full(0.01), seed=zeros,
-                         token_index=zeros, repetition_penalty=full(1), seq_rows=zeros, num_logprobs=(1,) * num_rows)
+                         token_index=zeros, repetition_penalty=full(1), seq_rows=zeros,
+                         num_logprobs=(1,) * num_rows if logprobs else ())
 
 
 def graph_bytes(config: Config, itemsize: int) -> int:

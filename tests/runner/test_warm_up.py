@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from math import prod
 
 import pytest
@@ -20,6 +22,7 @@ from nanovllm.runner.warm_up import (
     num_warm_up_blocks,
 )
 from tests.checkpoints import make_qwen2_5_vl, make_qwen3
+from tests.interpreted import run_python
 
 GIB = 1 << 30
 
@@ -125,3 +128,34 @@ def test_a_card_filled_to_nine_tenths_takes_its_first_large_pictures(tmp_path):
             prompts = [[1, *[pad] * (prod(grid) // 4), 2] for _ in pictures]
             outputs = llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), pictures, use_tqdm=False)
             assert [output["finish_reason"] for output in outputs] == ["length"] * num_pictures
+
+
+@pytest.mark.gpu
+def test_decode_graphs_find_their_kernels_compiled(qwen3):
+    run_python("from tests.runner.test_warm_up import list_late_kernels; list_late_kernels()", MODEL=qwen3)
+
+
+def list_late_kernels() -> None:
+    """In a process of its own, in which no kernel is compiled yet."""
+    from triton import knobs
+
+    from nanovllm.attention.fused import TritonOps
+    from nanovllm.runner.cuda_graph import DecodeGraphs
+
+    places, compiled = ["start"], Counter()
+
+    def within(place, function):
+        def run(*args, **kwargs):
+            places.append(place)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                places.pop()
+        return run
+
+    knobs.runtime.jit_post_compile_hook = lambda **launch: compiled.update(places[-1:])
+    TritonOps.compile_ahead = staticmethod(within("ahead", TritonOps.compile_ahead))
+    DecodeGraphs._capture = within("capture", DecodeGraphs._capture)
+    config = Config(os.environ["MODEL"], dtype="bfloat16", gpu_memory_utilization=0.1, max_num_seqs=64)
+    ModelRunner(config).close()
+    assert compiled["ahead"] >= 20 and not compiled["capture"], compiled
