@@ -97,15 +97,16 @@ class TensorParallel:
             _wait(self.group.allreduce([x], options))
         return x
 
-    def gather(self, x: Tensor) -> Tensor:
-        """On rank 0 all ranks' x `[rows, n]` side by side, `[rows, size * n]`; elsewhere the rank's own x."""
+    def gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """On rank 0 all ranks' x `[rows, n]` side by side, `[rows, size * n]`, in `out` if several ranks fill it; else
+        the rank's own x."""
         if self.group is None:
             return x
         options = dist.GatherOptions()
         options.rootRank, options.asyncOp = 0, False
         parts = [torch.empty_like(x) for _ in range(self.size if self.rank == 0 else 0)]
         _wait(self.group.gather([parts] if parts else [], [x], options))
-        return torch.cat(parts, dim=-1) if parts else x
+        return torch.cat(parts, dim=-1, out=out) if parts else x
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """x of rank `source`, written over that of the others: contiguous, of one shape and dtype on all of them."""

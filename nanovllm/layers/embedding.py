@@ -27,9 +27,19 @@ class VocabEmbedding(nn.Module):
         rows = F.embedding(places.masked_fill(elsewhere, 0), self.weight)
         return self.parallel.sum(rows.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the weights on all ranks together."""
+        return self.part.size * self.parallel.size
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """`[rows, vocab_size]` of hidden `[rows, hidden_size]`, in the dtype of the weights.
 
-        Rank 0 alone gets them; the others get logits of their own share of the vocabulary, which nobody needs.
+        Rank 0 alone gets them, in `out` `[rows, padded_vocab_size]` if that is given; the others get logits of their
+        own share of the vocabulary, which nobody needs.
         """
-        return self.parallel.gather(F.linear(hidden, self.weight))[:, :self.vocab_size]
+        if out is None or self.parallel.size > 1:
+            product = F.linear(hidden, self.weight)
+        else:
+            product = torch.mm(hidden, self.weight.T, out=out)
+        return self.parallel.gather(product, out)[:, :self.vocab_size]

@@ -96,8 +96,11 @@ class CausalLM(nn.Module):
         """
         return self.model(hidden, positions, kv_cache, stages, final)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[rows, vocab_size]`, in the dtype of the weights, of final hidden states `[rows, hidden]`; on rank 0, see
-        `VocabEmbedding`."""
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return head.logits(hidden)
+    @property
+    def head(self) -> VocabEmbedding:
+        return self.model.embed_tokens if self.lm_head is None else self.lm_head
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[rows, vocab_size]`, in the dtype of the weights, of final hidden states `[rows, hidden]`; on rank 0, and in
+        `out`, see `VocabEmbedding`."""
+        return self.head.logits(hidden, out)

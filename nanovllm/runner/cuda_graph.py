@@ -17,6 +17,7 @@ from nanovllm.models.layer_stage import LayerStage
 from nanovllm.parallel import ALONE, TensorParallel
 from nanovllm.plan import StepPlan
 from nanovllm.runner.inputs import span_slots, stream_keys
+from nanovllm.runner.kv_cache import free
 from nanovllm.runner.staging import Shape, StagingBuffer, packed_bytes, packed_views
 
 T = TypeVar("T")
@@ -110,7 +111,6 @@ class DecodeInputs:
 class CapturedStep:
     graph: torch.cuda.CUDAGraph
     spans: SpanBatch        # whose tensors the graph reads
-    logits: Tensor          # [size, vocab_size] in the model's dtype; this and the next replay of any size overwrite it
     sampled: SamplerOutput | None       # of plain sampling; None on a rank that does not sample
 
 
@@ -137,6 +137,8 @@ class DecodeGraphs:
         self.sizes = sorted(sizes)
         num_bytes = packed_bytes(DecodeInputs.shapes(self.sizes[-1], *self.layout))
         self.staging = StagingBuffer(num_bytes, kv_cache.device)
+        # Of every size, since each graph would keep its own: what is captured and still held keeps its memory.
+        self.logits = model.head.weight.new_empty(self.sizes[-1], model.head.padded_vocab_size)
         if sampler.fused is not None and parallel.size == 1:    # else a rank may wait for a sum that another leaves out
             sampler.fused.compile_ahead(self._rehearse)
         # The largest first: the smaller ones then find room in its memory.
@@ -149,8 +151,8 @@ class DecodeGraphs:
                 and len(plan.stages) == 1 and spans.block_tables.shape[1] <= self.layout[1] and not plan.image_rows)
 
     def replay(self, plan: StepPlan) -> tuple[Tensor, SamplerOutput | None]:
-        """Logits [tokens, vocab_size] of a plan that fits, and what plain sampling makes of them; both stand until the
-        next replay."""
+        """Logits [tokens, vocab_size] of a plan that fits, in the model's dtype, and what plain sampling makes of them;
+        both stand until the next replay. A rank that does not sample has no logits: any numbers, and None."""
         size = self.sizes[bisect_left(self.sizes, len(plan.token_ids))]
         shapes = DecodeInputs.shapes(size, *self.layout)
         host = DecodeInputs(*packed_views(self.staging.next_host_bytes(), shapes))
@@ -158,14 +160,16 @@ class DecodeGraphs:
         self.staging.send(packed_bytes(shapes))
         step, n = self.steps[size], len(plan.token_ids)
         step.graph.replay()
+        logits = self.logits[:n, :self.model.head.vocab_size]
         if (sampled := step.sampled) is None:
-            return step.logits[:n], None
-        return step.logits[:n], SamplerOutput(sampled.token_ids[:n], sampled.finite[:n], None)
+            return logits, None
+        return logits, SamplerOutput(sampled.token_ids[:n], sampled.finite[:n], None)
 
     def close(self) -> None:
         """Gives the graphs back, whoever still refers to them."""
         for step in self.steps.values():
             step.graph.reset()
+        free(self.logits)
 
     def _rehearse(self) -> None:
         """Launches the kernels that graphs hold; what they are compiled for changes at powers of two, if at all."""
@@ -177,8 +181,8 @@ class DecodeGraphs:
     def _capture(self, size: int, memory: GraphMemory) -> CapturedStep:
         inputs = self._harmless_inputs(size)
         spans = inputs.spans(self.block_size)
-        graph, (logits, sampled) = memory.capture(lambda: self._decode(inputs, spans))
-        return CapturedStep(graph, spans, logits, sampled)
+        graph, sampled = memory.capture(lambda: self._decode(inputs, spans))
+        return CapturedStep(graph, spans, sampled)
 
     def _harmless_inputs(self, size: int) -> DecodeInputs:
         """Inputs of rows that write nowhere."""
@@ -195,14 +199,15 @@ class DecodeGraphs:
         inputs.greedy.fill_(1)
         return inputs
 
-    def _decode(self, inputs: DecodeInputs, spans: SpanBatch) -> tuple[Tensor, SamplerOutput | None]:
-        """Logits, and on rank 0 their plain samples; what depends on a batch's numbers is read from `inputs`."""
+    def _decode(self, inputs: DecodeInputs, spans: SpanBatch) -> SamplerOutput | None:
+        """Plain samples on rank 0, of what `logits` holds then; what depends on a batch's numbers is read from
+        `inputs`."""
         last = self.parallel.broadcast(self.last_ids[inputs.fed.clamp(min=0)])
         hidden = self.model.embed(torch.where(inputs.fed < 0, inputs.token_ids, last))
         hidden = self.model(hidden, inputs.positions, self.kv_cache, [LayerStage(0, None, spans)])
-        logits = self.model.compute_logits(hidden)
+        logits = self.model.compute_logits(hidden, self.logits[:len(hidden)])
         if self.parallel.rank:
-            return logits, None
+            return None
         token_ids, finite = self.sampler.draw_plainly(logits, inputs.temperature, inputs.keys, inputs.greedy)
         self.last_ids.index_copy_(0, inputs.seq_rows, token_ids)
-        return logits, SamplerOutput(token_ids, finite, None)
+        return SamplerOutput(token_ids, finite, None)

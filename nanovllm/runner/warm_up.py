@@ -8,7 +8,6 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.plan import SamplingBatch, SpanTable, Stage, StepPlan
-from nanovllm.runner.cuda_graph import graph_sizes
 
 MAX_PATCHES_A_CALL = 65536          # of the vision tower: a picture of 3584 x 3584 pixels
 RESERVE_BYTES = 256 << 20           # for what the allocator cannot use between its blocks, and what graphs work in
@@ -72,10 +71,8 @@ def _sampling_with_everything(num_rows: int, logprobs: bool) -> SamplingBatch:
 
 
 def graph_bytes(config: Config, itemsize: int) -> int:
-    """Bytes that CUDA graphs keep: the logits of every captured batch size, of `itemsize` bytes a value."""
-    if config.enforce_eager:
-        return 0
-    return sum(graph_sizes(config.max_num_seqs)) * config.model_config.text.vocab_size * itemsize
+    """Bytes that CUDA graphs keep: the logits of the largest batch, of `itemsize` bytes a value."""
+    return 0 if config.enforce_eager else config.max_num_seqs * config.model_config.text.vocab_size * itemsize
 
 
 def cache_budget(config: Config, device: torch.device, allocated_before: int, graphs: int) -> int:

@@ -1,13 +1,14 @@
 """Merged projections and the gated block against their parts."""
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from nanovllm.layers.activation import GatedMLP
 from nanovllm.layers.embedding import VocabEmbedding
 from nanovllm.layers.linear import MergedLinear
-from nanovllm.parallel import ALONE
+from nanovllm.parallel import ALONE, TensorParallel
 
 
 def fill(module: nn.Module) -> None:
@@ -41,3 +42,23 @@ def test_logits_cover_every_row_of_the_vocabulary():
     logits = embedding.logits(embedding(torch.tensor([3, 10])))
     assert logits.dtype == torch.bfloat16 and logits.shape == (2, 11)
     torch.testing.assert_close(logits, embedding.weight[[3, 10]] @ embedding.weight.T)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_logits_go_where_they_are_wanted(num_ranks):
+    """A vocabulary that three ranks do not divide; those of rank 0 alone are seen."""
+    class Ranks:
+        def gather(self, outputs, inputs, options):
+            for out, rank in zip(outputs[0], ranks):
+                torch.mm(hidden, rank.weight.T, out=out)
+
+    group = Ranks() if num_ranks > 1 else None
+    ranks = [VocabEmbedding(11, 4, TensorParallel(rank, num_ranks, group)) for rank in range(num_ranks)]
+    for rank in ranks:
+        fill(rank)
+    hidden, first = torch.randn(2, 4), ranks[0]
+    buffer = torch.full((5, first.padded_vocab_size), float("nan"))
+    logits = first.logits(hidden, buffer[:2])
+    assert logits.data_ptr() == buffer.data_ptr() and logits.shape == (2, 11) and buffer[2:].isnan().all()
+    torch.testing.assert_close(logits, first.logits(hidden))
+    torch.testing.assert_close(logits, (hidden @ torch.cat([rank.weight for rank in ranks]).T)[:, :11])
