@@ -35,6 +35,11 @@ class FusedOps(ABC):
 
     @staticmethod
     @abstractmethod
+    def embed(token_ids: Tensor, fed: Tensor, last_ids: Tensor, weight: Tensor) -> Tensor:
+        """Rows of weight `[vocab, size]` for the ids `last_ids[fed]`, or `token_ids` where fed is -1."""
+
+    @staticmethod
+    @abstractmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm of the rows of x `[rows, size]`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 from nanovllm.attention.contract import FusedOps
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.compile_ahead import compile_ahead
+from nanovllm.kernels.embedding import embed
 from nanovllm.kernels.few_rows import beats_library, gated_linear, linear, norm_linear
 from nanovllm.kernels.kv_move import move_kv
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
@@ -16,6 +17,7 @@ class TritonOps(FusedOps):
     """See each kernel's own file."""
 
     compile_ahead = staticmethod(compile_ahead)
+    embed = staticmethod(embed)
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     beats_library = staticmethod(beats_library)

@@ -202,8 +202,7 @@ class DecodeGraphs:
     def _decode(self, inputs: DecodeInputs, spans: SpanBatch) -> SamplerOutput | None:
         """Plain samples on rank 0, of what `logits` holds then; what depends on a batch's numbers is read from
         `inputs`."""
-        last = self.parallel.broadcast(self.last_ids[inputs.fed.clamp(min=0)])
-        hidden = self.model.embed(torch.where(inputs.fed < 0, inputs.token_ids, last))
+        hidden = self._embed(inputs)
         hidden = self.model(hidden, inputs.positions, self.kv_cache, [LayerStage(0, None, spans)])
         logits = self.model.compute_logits(hidden, self.logits[:len(hidden)])
         if self.parallel.rank:
@@ -211,3 +210,14 @@ class DecodeGraphs:
         token_ids, finite = self.sampler.draw_plainly(logits, inputs.temperature, inputs.keys, inputs.greedy)
         self.last_ids.index_copy_(0, inputs.seq_rows, token_ids)
         return SamplerOutput(token_ids, finite, None)
+
+    def _embed(self, inputs: DecodeInputs) -> Tensor:
+        fused, ids = self.sampler.fused, (inputs.token_ids, inputs.fed, self.last_ids)
+        if fused is not None and self.parallel.size == 1:
+            return fused.embed(*ids, self.model.model.embed_tokens.weight)
+        return self.model.embed(fed_ids(*ids, self.parallel))
+
+
+def fed_ids(token_ids: Tensor, fed: Tensor, last_ids: Tensor, parallel: TensorParallel = ALONE) -> Tensor:
+    """int64 [tokens]: `last_ids` of rank 0 at `fed`, and `token_ids` where that is -1."""
+    return torch.where(fed < 0, token_ids, parallel.broadcast(last_ids[fed.clamp(min=0)]))
