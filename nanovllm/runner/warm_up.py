@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.plan import SamplingBatch, SpanTable, Stage, StepPlan
+from nanovllm.runner.span_graph import bucket_sizes
 
 MAX_PATCHES_A_CALL = 65536          # of the vision tower: a picture of 3584 x 3584 pixels
 RESERVE_BYTES = 256 << 20           # for what the allocator cannot use between its blocks, and what graphs work in
@@ -71,8 +72,12 @@ def _sampling_with_everything(num_rows: int, logprobs: bool) -> SamplingBatch:
 
 
 def graph_bytes(config: Config, itemsize: int) -> int:
-    """Bytes that CUDA graphs keep: the logits of the largest batch, of `itemsize` bytes a value."""
-    return 0 if config.enforce_eager else config.max_num_seqs * config.model_config.text.vocab_size * itemsize
+    """Bytes that CUDA graphs keep: the logits of the largest batch, and what the gate of the longest captured prefill
+    takes in and gives, of `itemsize` bytes a value."""
+    if config.enforce_eager:
+        return 0
+    text, tokens = config.model_config.text, max(bucket_sizes(config.max_num_batched_tokens), default=0)
+    return (config.max_num_seqs * text.vocab_size + 3 * tokens * text.intermediate_size) * itemsize
 
 
 def cache_budget(config: Config, device: torch.device, allocated_before: int, graphs: int) -> int:

@@ -76,3 +76,52 @@ def compile_for_hopper() -> None:
         compile_ahead.compile_ahead(lambda: 1 // 0)
     norm.rms_norm(x.double(), gain.double(), 1e-6)
     assert len(compiled) == 4 and len(launches.names) == 3, "launches are still left out after an error"
+    check_two_at_once(launches)
+    check_a_failure(launches)
+
+
+def check_two_at_once(launches: Launches) -> None:
+    """The hook of the first to end is put back by the second, and leaves out nothing from then on."""
+    from nanovllm.kernels import activation, compile_ahead
+
+    x, begun, over = torch.randn(4, 65), threading.Event(), threading.Event()
+
+    def second() -> None:
+        begun.set()
+        over.wait()
+
+    thread = threading.Thread(target=compile_ahead.compile_ahead, args=(second,))
+
+    def first() -> None:
+        thread.start()
+        begun.wait()
+
+    compile_ahead.compile_ahead(first)
+    over.set()
+    thread.join()
+    launches.names.clear()
+    activation.silu_and_mul(x, x)
+    assert launches.names == ["_silu_and_mul_kernel"]
+
+
+def check_a_failure(launches: Launches) -> None:
+    """Triton compiles as ever after an error of its compiler."""
+    from nanovllm.kernels import activation, compile_ahead, norm
+
+    x = torch.randn(4, 66)
+    kernel, compiler = norm._rms_norm_kernel, norm._rms_norm_kernel.compile
+
+    def work() -> None:
+        norm.rms_norm(x, x[0], 1e-6)
+        kernel.compile = fail
+
+    def fail(*args: object, **options: object) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        compile_ahead.compile_ahead(work)
+    kernel.compile = compiler
+    launches.names.clear()
+    activation.silu_and_mul(x, x)
+    assert launches.names == ["_silu_and_mul_kernel"]
+    assert compile_ahead.compile_ahead(lambda: activation.silu_and_mul(x.double(), x.double())) == 1

@@ -13,7 +13,7 @@ def check_embed(rows: int, vocab_size: int, size: int, dtype: torch.dtype, devic
     from nanovllm.kernels.embedding import embed
 
     generator = torch.Generator().manual_seed(size)
-    weight = torch.randn(vocab_size, size, generator=generator).to(device, dtype)
+    weight = torch.randn(vocab_size, size + 8, generator=generator).to(device, dtype)[:, :size]
     token_ids, last_ids = (torch.randint(vocab_size, (n,), generator=generator).to(device) for n in (rows, 9))
     fed = torch.randint(-1, 9, (rows,), generator=generator).to(device)
     fed[::3] = -1

@@ -79,10 +79,12 @@ def test_the_share_of_a_card_is_this_engines_whatever_others_hold():
     assert free - 6 * GIB < at_most < free - 5 * GIB, "never more than is free while a step runs"
 
 
-def test_graphs_keep_the_logits_of_the_largest_batch(tmp_path):
+def test_graphs_keep_the_logits_of_the_largest_batch_and_the_gate_of_the_longest_prefill(tmp_path):
     path = str(make_qwen3(tmp_path))
-    vocab = Config(path).model_config.text.vocab_size
-    assert graph_bytes(Config(path, max_num_seqs=6), 2) == 6 * vocab * 2
+    text = Config(path).model_config.text
+    assert graph_bytes(Config(path, max_num_seqs=6, max_num_batched_tokens=15), 2) == 6 * text.vocab_size * 2
+    assert graph_bytes(Config(path, max_num_seqs=6), 2) == 2 * (
+        6 * text.vocab_size + 3 * 2048 * text.intermediate_size)
     assert graph_bytes(Config(path, enforce_eager=True), 2) == 0
 
 
