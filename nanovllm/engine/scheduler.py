@@ -13,7 +13,7 @@ from nanovllm.engine.encoder_cache_table import EncoderCacheTable
 from nanovllm.engine.image_holds import ImageHolds
 from nanovllm.engine.image_planner import ImagePlanner
 from nanovllm.engine.scheduled import ScheduledSeq, ScheduledStep, take_rows
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Sequence, SequenceStatus, decodes_and_prefills
 from nanovllm.metrics import EngineStats
 
 
@@ -28,7 +28,6 @@ class Scheduler:
 
     def __init__(self, config: Config, num_blocks: int | None = None,
                  encoder_cache: EncoderCacheTable | None = None, block_size: int | None = None) -> None:
-        assert config.max_model_len is not None
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = config.max_model_len
@@ -59,8 +58,7 @@ class Scheduler:
 
     def check_images(self, seq: Sequence) -> None:
         """Raises ValueError naming the first image that came without pixels while what it needs is not cached."""
-        missing = self.holds.missing(seq)
-        if missing is not None:
+        if (missing := self.holds.missing(seq)) is not None:
             raise ValueError(missing)
 
     def add(self, seq: Sequence) -> None:
@@ -122,37 +120,42 @@ class Scheduler:
         return step.seqs, step.is_prefill
 
     def _schedule_running(self, step: ScheduledStep) -> bool:
-        """Spans of running sequences; False if there were too few blocks for them."""
-        decodes, prefills = self._live()
-        block_size, enough = self.block_manager.block_size, True
+        """Spans of running sequences; False if there were too few blocks for them.
+
+        A sequence gives its blocks up only when all its ids are here. One that must, while a step of it is in flight,
+        is left out of this step so that it can before the next, and the others do not wait for it."""
+        decodes, prefills = decodes_and_prefills(self.running)
+        leaving: list[Sequence] = []        # the youngest
+        num_coming, enough = 0, True        # blocks of theirs that nobody waits for yet
         for seq in decodes + prefills:
             if step.num_tokens == self.max_num_batched_tokens:
                 break
-            while seq.status is SequenceStatus.RUNNING and seq.num_tokens > len(seq.block_table) * block_size:
-                if self.block_manager.can_append(seq, seq.num_tokens):
-                    self.block_manager.append(seq, seq.num_tokens)
-                    self.rows.sync_blocks(seq)
-                    break
+            waits = seq in leaving
+            while not waits and seq.status is SequenceStatus.RUNNING and self._lacks_blocks(seq):
                 enough = False
                 if self._drop_youngest_hold():
                     continue
-                if self.in_flight:      # a sequence gives its blocks up only when all its ids are here
-                    return False
-                self.requeue(self.running[-1])
-                self.stats.preemptions += 1
-            if seq.status is SequenceStatus.RUNNING:
+                if num_coming == 0:
+                    youngest = self.running[-1 - len(leaving)]      # the sequence itself, if all others leave
+                    if not youngest.is_in_flight:
+                        self.requeue(youngest)
+                        self.stats.preemptions += 1
+                        continue
+                    leaving.append(youngest)
+                    num_coming = len(youngest.block_table)
+                num_coming, waits = num_coming - 1, True
+            if not waits and seq.status is SequenceStatus.RUNNING:
                 self._add_spans(step, seq)
         return enough
 
-    def _live(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Running sequences with one token to compute, and those with more; none whose last token is on its way."""
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
-        for seq in self.running:
-            num_tokens = len(seq.token_ids) + seq.num_pending
-            if num_tokens < seq.token_limit and not seq.abort_requested:
-                (decodes if num_tokens - seq.num_planned == 1 else prefills).append(seq)
-        return decodes, prefills
+    def _lacks_blocks(self, seq: Sequence) -> bool:
+        """Whether a running sequence has not, and cannot get, blocks for all its tokens."""
+        lacks = seq.num_tokens > len(seq.block_table) * self.block_manager.block_size
+        if lacks and self.block_manager.can_append(seq, seq.num_tokens):
+            self.block_manager.append(seq, seq.num_tokens)
+            self.rows.sync_blocks(seq)
+            return False
+        return lacks
 
     def _schedule_waiting(self, step: ScheduledStep) -> None:
         held: list[Sequence] = []

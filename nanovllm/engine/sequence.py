@@ -87,6 +87,11 @@ class Sequence:
         return len(self.token_ids) + self.num_pending
 
     @property
+    def is_in_flight(self) -> bool:
+        """Whether a step that has not been taken in computes some of its tokens."""
+        return self.num_planned > self.num_computed or self.num_pending > 0
+
+    @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
@@ -169,3 +174,13 @@ class Sequence:
         self.num_planned = self.num_computed = self.num_published = 0
         self.prefix_node = self.approximate = self.reuse = None
         self.stored_images = set()
+
+
+def decodes_and_prefills(running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Sequences with one token to compute, and those with more; none whose last token is on its way."""
+    decodes: list[Sequence] = []
+    prefills: list[Sequence] = []
+    for seq in running:
+        if seq.num_tokens < seq.token_limit and not seq.abort_requested:
+            (decodes if seq.num_tokens - seq.num_planned == 1 else prefills).append(seq)
+    return decodes, prefills

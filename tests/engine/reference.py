@@ -125,3 +125,13 @@ def solo_tokens(parts: SequenceOf[int | Picture], params: SamplingParams, max_to
         seq.append_token(reference.next_id)
         if seq.num_completion_tokens == max_tokens or reference.next_id in stop_ids:
             return seq.completion_token_ids
+
+
+def prompt(length: int, first: int = 0) -> list[int]:
+    """Ids that differ from prompt to prompt from the first on."""
+    return [(first + 7 * i + i // 40) % 40 for i in range(length)]
+
+
+def is_solo(seq: Sequence, parts: list[int]) -> bool:
+    """Whether a sequence made the ids that it makes alone."""
+    return seq.completion_token_ids == solo_tokens(parts, seq.sampling_params, len(seq.completion_token_ids))
