@@ -5,6 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -54,6 +55,9 @@ class LLMEngine:
         self.image_names = ImageNames()
         self.requests: dict[int, Request] = {}
         self.watched: dict[int, StopStrings] = {}     # by seq_id
+        # Of the tokenizer alone: an object that refers to itself is not freed, nor its device's memory, with its name.
+        self._decode_one = cache(lambda token_id, decode=self.tokenizer.decode: str(
+            decode([token_id], skip_special_tokens=True)))
         self.unclaimed: list[RequestOutput] = []      # ended while `generate` was waiting for others
         self.launched: deque[tuple[ScheduledStep, StepInFlight]] = deque()
         self.num_prompt_tokens = self.num_generated_tokens = 0       # computed since the engine was made
@@ -97,7 +101,8 @@ class LLMEngine:
         self.scheduler.add(request.seq)
         self.requests[request.seq.seq_id] = request
         if stop := request.seq.sampling_params.stop:
-            self.watched[request.seq.seq_id] = StopStrings(stop, self._decode, request.seq.sampling_params.min_tokens)
+            self.watched[request.seq.seq_id] = StopStrings(stop, self._decode, request.seq.sampling_params.min_tokens,
+                                                           self._decode_one)
 
     @uninterrupted()
     def abort(self, seq_id: int) -> bool:

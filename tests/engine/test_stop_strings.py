@@ -93,3 +93,28 @@ def test_stop_strings_within_the_first_tokens_are_text_like_any_other():
         found = [n for n in range(1, len(ids) + 1) if stops.found(ids[:n])]
         assert found[:1] == ([] if stops_at is None else [stops_at])
         assert stops.cut(decode(ids[:stops_at])) == text
+
+
+def test_most_tokens_are_decoded_once_however_often_they_come():
+    pieces = Pieces(["abcd", "xyz "] * 1000 + ["E", "N", "D"])
+    alone = []
+
+    def decode_one(token_id):
+        alone.append(token_id)
+        return pieces.pieces[token_id]
+
+    search = StopStrings(["END"], pieces.decode, decode_one=decode_one)
+    assert [n for n in range(1, 2004) if search.found(range(n))] == [2003]
+    assert len(alone) == 2003 and pieces.num_decoded < 10_000
+
+
+def test_a_stop_string_may_end_in_a_character_of_two_tokens():
+    pieces = [b"a", b"\xc3", b"\xa9", b"b"]
+    search = StopStrings(["\u00e9"], lambda ids: b"".join(pieces[i] for i in ids).decode(errors="replace"))
+    assert [search.found(range(n)) for n in range(1, 4)] == [False, False, True]
+
+
+def test_a_stop_string_may_end_in_a_space_that_a_token_alone_is_decoded_without():
+    pieces = ["b", "a", " ", "c"]
+    search = StopStrings(["a "], lambda ids: "".join(pieces[i] for i in ids).strip(" " if len(ids) == 1 else ""))
+    assert [search.found(range(n)) for n in range(1, 4)] == [False, False, True]
