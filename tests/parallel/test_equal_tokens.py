@@ -76,9 +76,14 @@ def passes(folder: Path, prompts: Sequence[Sequence[Prompt]], ratios: Sequence[A
 
 def compare(folder: Path, options: dict[str, Any], prompts: Sequence[Sequence[Prompt]], ratios: Sequence[Any],
             num_blocks: int) -> dict[str, int]:
-    """Each pass on one rank and on several; the several ranks' statistics."""
+    """Each pass on one rank and on several; the several ranks' statistics.
+
+    Both overlap steps or neither does: in a pool that is too small, when blocks are given up decides which images' KV
+    is still there to be reused.
+    """
     args = folder, prompts, ratios, num_blocks
-    alone = [outputs for _, outputs in passes(*args, device=options.get("device", "cpu"))]
+    one = dict(device=options.get("device", "cpu"), overlap=options.get("overlap"))
+    alone = [outputs for _, outputs in passes(*args, **one)]
     for (llm, outputs), expected in zip(passes(*args, **options), alone, strict=True):
         same(outputs, expected)
         stats = llm.stats()
